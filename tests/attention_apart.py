@@ -1,8 +1,8 @@
-"""Attention that has the same bits in all programs, to put in the place of jax's while a step is made.
+"""Attention that has the same bits in all programs; tests replace jax's by it while they make a step.
 
-XLA adds up a softmax in one order where the backward computes it again, and in another where it is kept from tick to
-tick of a pipeline, or fused with something else. A last bit of that can make another value in FP8, and a gradient that
-is 6e-5 away.
+XLA adds up a softmax in one order where the backward recomputes it, and in another where a pipeline keeps it from tick
+to tick, or where it is fused with something else. The last bit of a sum can change a value in FP8, and so a gradient by
+6e-5.
 """
 
 import functools
@@ -14,7 +14,7 @@ XLAS_ATTENTION = jax.nn.dot_product_attention
 
 
 def attention_apart(*operands: jax.Array, **options) -> jax.Array:
-    """`jax.nn.dot_product_attention`, computed again in the backward, and fused with nothing around it."""
+    """`jax.nn.dot_product_attention`, recomputed in the backward, and never fused with operations around it."""
     attend = functools.partial(XLAS_ATTENTION, **options)
 
     @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""What a cast by tiles must be, for the tests of every kernel that casts so: bit for bit, from NumPy."""
+"""The expected cast by tiles, bit for bit in NumPy, for the tests of all kernels that cast by tiles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TILE = 128
 
 @dataclass(frozen=True)
 class TileRule:
-    """As csrc/by_tile.h has it, and which orientations are wanted."""
+    """The rule of csrc/by_tile.h, and the orientations that a call returns."""
 
     square: bool = False
     square_t: bool = False
@@ -32,7 +32,7 @@ class TileRule:
         return reference.current_scale(amax, dtype, self.amax_epsilon, self.power_2_scale, self.margin)
 
     def results(self, rows: int, cols: int, offset: int = 0) -> list:
-        """Values, values_t, amax, scales, scales_t; None where unwanted."""
+        """Values, values_t, amax, scales, scales_t; None for an orientation that the call leaves out."""
         straight, transposed = ((rows, cols), self.square), ((cols, rows), self.square_t)
         sides = [side if wanted else None for side, wanted in ((straight, self.rowwise), (transposed, self.columnwise))]
         values = [side and Result(side[0], E4M3, offset) for side in sides]
@@ -56,7 +56,7 @@ class TileRule:
                     assert_same_bits(array, wanted)
 
     def cast(self, matrix: np.ndarray, square: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Values and scales of a matrix whose rows lie along what a GEMM contracts."""
+        """Values and scales of a matrix whose rows lie along the contracted dim."""
         tile = (TILE, TILE) if square else (1, TILE)
         values, scales = reference.quantize_by_tile(matrix, E4M3, tile, self.scale_of)
         return values, scales if square else scales.T

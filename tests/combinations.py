@@ -1,7 +1,7 @@
-"""Which combinations of choices every run tries: so many that each two choices meet; the others are slow.
+"""Pairwise testing: every run tries so many combinations that each pair of choices occurs in one; the others are slow.
 
-What breaks is mostly one choice, or two that meet: a kernel for a dtype, the tail of a layout. Of 13 shapes, three
-dtypes and two norms that takes 39 combinations of 78.
+Most failures depend on one choice or on a pair: a kernel for a dtype, the tail of a layout. For 13 shapes, three dtypes
+and two norms, 39 of 78 combinations have all pairs.
 """
 
 import itertools
@@ -29,7 +29,7 @@ def every_pair(*choices: Sequence[Any]) -> list:
 
 
 def name_of(choice: Any) -> str:
-    """Of a choice, or of a dtype that is one, for `ids`."""
+    """The name of a choice, for `ids`; of a dtype its short name."""
     return np.dtype(choice).name if isinstance(choice, type) else str(choice)
 
 
@@ -38,7 +38,7 @@ def _combinations(counts: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _in_which_every_pair_meets(counts: Sequence[int]) -> set[tuple[int, ...]]:
-    """Combinations, as numbers of choices: always the next one in which most pairs meet that have not met."""
+    """Combinations, as indices of choices, chosen greedily: each has the most pairs that no earlier one has."""
     found: set[tuple[int, ...]] = set()
     met: set[tuple] = set()
     wanted = set().union(*map(_pairs, _combinations(counts)))

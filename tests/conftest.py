@@ -1,4 +1,4 @@
-"""What every test starts from: the CPU with eight devices, and a GPU beside it for tests marked `gpu`.
+"""The set-up of all tests: a CPU that jax sees as eight devices, and a GPU for tests marked `gpu`.
 
 The environment must be set before jax is imported, hence at the top of this file.
 """
@@ -23,11 +23,11 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # h200.py compile
 
 
 def _kept_programs() -> pathlib.Path:
-    """Where programs for the CPU are kept from one process and one run to the next, so that each is compiled once.
+    """The folder of jax's persistent compilation cache, which processes and runs share: each program compiles once.
 
-    jax knows a program by its text, the compiler's options and the versions. Of a rule for `custom_partitioning` the
-    text has only the address, which may be another rule's in the next process: hence a folder for each state of the
-    rooms where such rules are. What a week has added nothing to is removed.
+    jax's key of a program is its text, the compiler's options and the versions. The text names a rule for
+    `custom_partitioning` only by its address, which may be that of another rule in the next process. So each state of
+    the rooms that have such rules has a folder of its own. Folders that were not written to for a week are removed.
     """
     root = pathlib.Path(__file__).parents[1]
     kept = root / ".pytest_cache/programs"
@@ -44,27 +44,28 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_kept_programs())
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(not _SOME_GPU)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Eight devices; and the fastest way through the compiler, since compiling is what these tests spend their time on: LLVM
-# without its optimizer and a module as a whole, and XLA's older emitters of fusions, which take a third of the newer
-# ones' time.
+# Eight devices, and the flags with which XLA compiles fastest, since tests spend most of their time in the compiler:
+# LLVM without optimizations and with one part for each module, and XLA's older fusion emitters, which take a third of
+# the time of the newer ones.
 _FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
-if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the process that started it
+if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # a pytest worker inherits them from its parent
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `import h200`
 
-if not _SOME_GPU:  # nothing runs what is compiled for one: no process for each kernel to assemble it
+if not _SOME_GPU:  # programs compiled for a GPU never run here: a stand-in for ptxas saves a process for each kernel
     os.environ["PATH"] = os.pathsep.join((str(pathlib.Path(__file__).parent / "assembler"), os.environ["PATH"]))
 
-# Tracing makes many small objects that live on: a seventh of the time went into looking for others.
+# Tracing makes many small objects that live long. With Python's default threshold the garbage collector, which searched
+# them again and again, took a seventh of the time.
 gc.set_threshold(1_000_000)
-# Compilers allocate much, which large pages make faster: a twentieth of the time. A process has it from the one that
-# starts it.
+# Compilers allocate much memory, which is faster with huge pages: by a twentieth of the time. The variable takes effect
+# in child processes.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-# Programs do not say where in the source an operation was called: nobody reads it, and it takes time.
+# Leaves source locations out of programs: no test reads them, and recording them takes time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax  # noqa: E402
@@ -76,7 +77,7 @@ from jax_fp8.kernels import dispatch  # noqa: E402
 
 
 def pytest_collection_finish(session):
-    """Modules and tests live to the end: nobody looks through them again."""
+    """Modules and tests live until the end, so the garbage collector need not search them again."""
     gc.collect()
     gc.freeze()
 
@@ -100,12 +101,12 @@ def _device(request):
 
 @pytest.fixture(autouse=True)
 def _compiled_anew(request):
-    """Tests that compile for an H200 keep no programs: they read what the compiler dumps, and a kept one has none."""
+    """Tests that compile for an H200 bypass the cache: they read the compiler's dumps, which a cached program lacks."""
     if _SOME_GPU or not hasattr(request.module, "h200"):
         yield
     else:
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # whether there is one is asked once
+        compilation_cache.reset_cache()  # jax looks up only once whether there is a cache
         yield
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
@@ -126,8 +127,7 @@ _NUMBERS = itertools.count(1)
 
 @pytest.fixture
 def traced_anew():
-    """Nothing that was traced before the test is taken for what it traces, nor the other way round:
-    what it replaces counts."""
+    """The test shares no traces with other tests: what it replaces takes effect in this test, and only here."""
     with _TRACED(next(_NUMBERS)):
         yield
 
@@ -152,7 +152,7 @@ def benchmark(monkeypatch):
 
 @pytest.fixture
 def book(tmp_path):
-    """A user's own text: a few thousand words, not all of them ASCII."""
+    """The path of a text file: a few thousand words, some of them not ASCII."""
     words = np.random.default_rng(0).choice(["naïve", "model", "learns", "to", "predict", "bytes", "—", "\n"], 3000)
     path = tmp_path / "book.txt"
     path.write_text(" ".join(words))

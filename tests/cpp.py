@@ -1,4 +1,4 @@
-"""What both sides of the extension must agree on, read from the C++ sources: enums and constants."""
+"""Reads enums and constants from the C++ sources, to compare them with their twins in Python."""
 
 import ast
 import operator

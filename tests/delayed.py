@@ -1,4 +1,4 @@
-"""Delayed weight gradients beside ordinary ones: both passes of a loss, and what tells their gradients apart."""
+"""Delayed weight gradients against ordinary ones: both passes of a loss, and comparisons of their gradients."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from jax_fp8.grads.delayed import DeferredGradients
 
 
 def differentiate(loss_fn, *given, transform=jax.jit):
-    """The ordinary gradients; and of a delayed pass those of the pass, and what is deferred. All else is the same."""
+    """The ordinary gradients, those of a delayed pass, and its deferred products. All else must be the same."""
     loss, grads, state = transform(fp8.value_and_grad(loss_fn))(*given)
     delayed = transform(fp8.value_and_grad(loss_fn, delay_wgrad_compute=True))(*given)
     assert float(delayed[0]) == float(loss)
@@ -24,7 +24,7 @@ def add(grads, deferred):
 
 
 def assert_same_gradients(got, wanted, tolerance=0.0):
-    """Equal to the bit, or to so much of the largest element."""
+    """Equal to the bit, or within `tolerance` times the largest element."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
     for (path, gradient), expected in pairs:
@@ -35,7 +35,7 @@ def assert_same_gradients(got, wanted, tolerance=0.0):
 
 
 def names(tree, chosen) -> list[str]:
-    """The leaves of which something holds."""
+    """The names of the leaves for which `chosen` holds."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return ["/".join(str(key.key) for key in path) for path, leaf in found if chosen(leaf)]
 

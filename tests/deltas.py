@@ -8,7 +8,7 @@ WARNS = pytest.mark.filterwarnings("ignore:a transform computes with what fused_
 
 
 def by_deltas(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same numbers, and the same state: updates are multiplied by one."""
+    """The same optimizer and state, with its updates multiplied by one."""
     inner = optax.with_extra_args_support(tx)
 
     def update(gradients, state, params=None, **extra):

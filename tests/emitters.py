@@ -1,8 +1,7 @@
-"""What emits the code of a fusion on the CPU: XLA's older emitters in these tests (`conftest.py`),
-its newer ones for users.
+"""XLA's fusion emitters on the CPU: tests compile with the older ones (`conftest.py`), users with the newer ones.
 
-The older ones take half the time. They do not keep the byte of a NaN in E5M2, nor do they always sum in one order in
-two programs: where tests compare such bits, they compile as for users.
+The older emitters take half the time to compile. They change the byte of a NaN in E5M2, and may sum in another order in
+another program. Tests that compare such bits compile with the newer ones.
 """
 
 from functools import partial

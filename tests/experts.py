@@ -1,5 +1,5 @@
-"""What a mixture of experts must compute, in NumPy and float64: every expert reads every token, and a token's weights
-say how much each counts. Nothing is sorted.
+"""The reference of a mixture of experts, in NumPy's float64: every expert computes every token, and each token's
+weights sum the outputs. Nothing is sorted.
 """
 
 import numpy as np
@@ -20,12 +20,12 @@ def softmax(logits) -> np.ndarray:
 
 
 def chosen_experts(logits, choices) -> np.ndarray:
-    """The most likely experts of each token; of two alike the first."""
+    """The most likely experts of each token; of equally likely ones the first."""
     return np.argsort(-logits, axis=-1, kind="stable")[:, :choices]
 
 
 def dense_weights(logits, choices, normalize=True) -> np.ndarray:
-    """How much each expert counts for each token, (tokens, experts); 0 for those that it does not go to."""
+    """The weight of each expert for each token, (tokens, experts); 0 for experts that it does not go to."""
     weights = np.zeros(logits.shape)
     probabilities = softmax(logits)
     np.put_along_axis(weights, chosen_experts(logits, choices), 1, axis=-1)

@@ -1,10 +1,10 @@
-"""The real GPU compiler for H200s, on a machine without a GPU: what a jitted function becomes before a device runs it.
+"""Compiles jitted functions for H200s with the real GPU compiler, on a machine without a GPU.
 
 XLA:GPU can compile for a described device (`jax_fp8/plan/described.py`). Partitioner, rewriters, fusion, scheduling,
-buffer assignment, CUDA graph construction and the instantiate stage of the library's own handlers all run. What cannot
-be had this way is time: nothing is tuned, nothing is executed. XLA's own kernels end as PTX (`assembler/ptxas`). It
-needs jax's CUDA plugin (`jax-cuda13-plugin`, `jax-cuda13-pjrt`) and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, which
-`conftest.py` sets before jax is imported.
+buffer assignment, CUDA graph construction and the instantiate stage of the library's own handlers all run. Nothing is
+autotuned or executed, so a test learns no times. XLA's own kernels end as PTX (`assembler/ptxas`). It needs jax's CUDA
+plugin (`jax-cuda13-plugin`, `jax-cuda13-pjrt`) and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, which `conftest.py` sets before
+jax is imported.
 
     step = jax.jit(f, donate_argnums=0)
     program = h200.compile(step, h200.shapes(x, h200.on_one_device()))
@@ -27,8 +27,8 @@ from jax_fp8.plan.described import UNTIMED, described_gpus
 from jax_fp8.plan.described import missing_reason as missing_reason
 from jax_fp8.train.lowering import Lowering
 
-# The compiler of jaxlib 0.10 copies what a conditional hands through, donated or not,
-# and what it slices out of a stack.
+# The compiler of jaxlib 0.10 copies arrays that a conditional passes through, donated or not, and slices of a stacked
+# array.
 COPIES_IN_BRANCHES = jax.__version_info__ < (0, 11)
 
 _GEMM_TARGETS = re.compile(r"__cublas\$|jax_fp8_(gemm|weight_gradient)$")
@@ -61,16 +61,16 @@ def shapes(tree, sharding: Sharding):
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiler made of a function.
+    """A compiled function, as the compiler describes it.
 
     Args:
-      instructions: of all computations of the optimised module, also inside fusions and loop bodies.
-      graphs: how many CUDA graphs one call launches or, inside a host loop, how many there are to launch.
-      outside_graphs: how often each kind of work is launched by the host, outside every CUDA graph.
+      instructions: those of all computations of the optimised module, also inside fusions and loop bodies.
+      graphs: how many CUDA graphs the program has; without a host loop, so many launches one call makes.
+      outside_graphs: how often the host launches each kind of work outside of every CUDA graph.
       temp_bytes: scratch memory of one device.
-      aliased_bytes: bytes of results of one device that overwrite a donated argument.
-      report: what `capture_report` says of it.
-      hlo, thunks: the texts all this was read from.
+      aliased_bytes: bytes of one device's results that overwrite a donated argument.
+      report: the result of `capture_report`.
+      hlo, thunks: the texts from which all this was read.
     """
 
     instructions: tuple[Instruction, ...]
@@ -89,15 +89,15 @@ class Program:
 
     @property
     def gemms(self) -> list[Instruction]:
-        """Matrix products: of cuBLAS, of this library, and those that stayed a `dot` for a kernel of XLA's own."""
+        """Matrix products by cuBLAS, by this library, and by XLA's own kernels (a `dot`)."""
         return [i for i in self.instructions if i.opcode == "dot" or _GEMM_TARGETS.match(i.target)]
 
     def gemms_of(self, *dtypes: str) -> list[Instruction]:
-        """GEMMs whose two matrices have these dtypes, in HLO's names: "bf16", "f32", "f8e4m3fn", "f8e5m2"."""
+        """GEMMs whose two operands have these dtypes, in HLO's names: "bf16", "f32", "f8e4m3fn", "f8e5m2"."""
         return [i for i in self.gemms if all(operand.dtype in dtypes for operand in i.operands[:2])]
 
     def making(self, dtype: str, *shape: int) -> list[Instruction]:
-        """What computes or copies an array of this dtype whose last dims are these, custom calls aside."""
+        """Instructions, custom calls aside, with a result of this dtype whose last dims are `shape`."""
         return [
             i
             for i in self.instructions
@@ -108,12 +108,12 @@ class Program:
 
     @property
     def copies(self) -> list[Instruction]:
-        """Arrays that are read only to be written elsewhere, largest first; a copied constant is a fill."""
+        """Instructions that only copy an array, largest first. A copied constant counts as a fill, not as a copy."""
         return sorted((i for i in self.instructions if i.copies), key=lambda i: -i.results[0].bytes)
 
     @property
     def collectives(self) -> list[Instruction]:
-        """Communication; an asynchronous pair is one."""
+        """Collective operations; an asynchronous start and done count as one."""
         return [i for i in self.instructions if i.collective]
 
     @property
@@ -146,7 +146,7 @@ def compile(function, *arguments, **compiler_options) -> Program:
 
 
 def use_cudnn(patch) -> None:
-    """Make every GPT attend by cuDNN from here on, as on a machine that has it; `patch` is pytest's `monkeypatch`."""
+    """Makes every GPT use cuDNN's attention, as on a machine that has it. `patch` is pytest's `monkeypatch`."""
     patch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
 
     class ByCudnn(gpt.TransformerBlock):
@@ -158,9 +158,11 @@ def use_cudnn(patch) -> None:
 
 
 def over_the_wire(program: Program | jax.stages.Lowered) -> tuple[Counter[tuple[str, str]], int]:
-    """How many collectives carry which dtype, `{("all-gather", "f8e4m3fn"): 2}`, and what a device sends in one call.
+    """The number of collectives by kind and dtype, `{("all-gather", "f8e4m3fn"): 2}`, and the bytes that a device sends
+    in one call.
 
-    Loops multiply both. Collectives in branches are counted and their bytes are not, as in `CaptureReport.wire_bytes`.
+    Both count a loop's body once for each iteration. Collectives in branches count, but their bytes do not, as in
+    `CaptureReport.wire_bytes`.
     """
     is_compiled = isinstance(program, Program)
     report = program.report if is_compiled else capture_report(Lowering(program).compile(UNTIMED))

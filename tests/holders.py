@@ -1,5 +1,5 @@
-"""What can hold a function in a traced program: each takes f, of an array and elementwise, and returns a function of
-the same types that calls it. Walks over programs are tried on all of them.
+"""Transformations that nest a function in a jaxpr (scan, cond, custom_vjp, ...). Each takes an elementwise function f
+of an array, and returns a function of the same type that calls f. Tests of jaxpr walkers try all of them.
 """
 
 import math
@@ -56,6 +56,6 @@ HOLDERS: dict[str, Callable[[Function], Function]] = {
     "custom_jvp": with_a_jvp,
     "shard_map": on_shards,
 }
-# How often f runs, as far as a trace says; and those that hand f their operands and return its results.
+# How often f runs, as far as the jaxpr tells; and the holders that pass f their operands and return its results.
 COUNTS = {name: {"scan": TURNS, "while": math.inf}.get(name, 1) for name in HOLDERS}
 CALLS = [name for name in HOLDERS if name not in ("scan", "while", "cond")]

@@ -1,4 +1,4 @@
-"""Good files made bad: seeded mutations of JSON, of bytes and of what a folder has, for readers of strangers' files.
+"""Seeded mutations of valid files (JSON and bytes), for tests of code that reads untrusted files.
 
 mutate_json(text, random)    another value, another name, a cut, a repetition, something nested
 mutate_bytes(content, random)    a bit, a cut, more at the end
@@ -17,7 +17,7 @@ TEXTS = ("", "null", "[]", "3", '"a"', "{", "{}}", "\x00\x01", "[" * 5000, '{"a"
 
 
 def mutate_json(text: str, random: randomness.Random) -> bytes:
-    """A file that was this one."""
+    """The file with a mutation, which need not be valid JSON any more."""
     if random.random() < 0.2:
         return random.choice(TEXTS).encode(errors="surrogatepass")
     if random.random() < 0.2:
@@ -34,7 +34,7 @@ def mutate_json(text: str, random: randomness.Random) -> bytes:
 
 
 def _change(found: dict[str, Any], random: randomness.Random) -> None:
-    """One entry, of the object or of one in it."""
+    """Changes one entry of the object, or of an object in it."""
     inside = [value for value in found.values() if isinstance(value, dict) and value]
     if inside and random.random() < 0.6:
         return _change(random.choice(inside), random)

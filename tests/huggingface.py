@@ -1,6 +1,6 @@
-"""Models of Hugging Face without transformers: folders of small random ones, and what they compute, in NumPy's float64.
+"""Hugging Face models without transformers: folders of small random models, and their forward in NumPy's float64.
 
-Written from the published equations, with the names and layouts that the files of these families have: Llama
+Written from the published equations, with the names and layouts of the files of these families: Llama
 (https://arxiv.org/abs/2407.21783), Qwen2.5 (https://arxiv.org/abs/2412.15115), Qwen3
 (https://arxiv.org/abs/2505.09388), Mixtral (https://arxiv.org/abs/2401.04088) and GPT-2.
 tests/gpu/transformers_check.py compares with transformers itself.
@@ -48,7 +48,7 @@ CASES = {
 
 
 def shapes_of(described) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model by their names."""
+    """The shapes of a model's tensors, by name."""
     if described["model_type"] == "gpt2":
         return _shapes_of_gpt2(described)
     width, hidden, heads = (described[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
@@ -85,7 +85,7 @@ def experts_of(described) -> int:
 
 
 def described_mlp(described) -> str:
-    """What a layer calls its MLP, or all of its experts."""
+    """The name of a layer's MLP, or of all its experts."""
     return "block_sparse_moe" if described["model_type"] == "mixtral" else "mlp"
 
 
@@ -95,7 +95,7 @@ def mlps_of(described) -> list[str]:
 
 
 def names_in_mlp(described) -> tuple[str, str, str]:
-    """Gate, up and down."""
+    """The names of gate, up and down."""
     return ("w1", "w3", "w2") if described["model_type"] == "mixtral" else ("gate_proj", "up_proj", "down_proj")
 
 
@@ -113,7 +113,7 @@ def _shapes_of_gpt2(described):
 
 
 def random_tensors(described, dtype="float32", seed=0) -> dict[str, np.ndarray]:
-    """None of which is zero, and norms about one."""
+    """Random tensors, none of which is zero; the scales of norms are about one."""
     random = np.random.default_rng(seed)
     return {
         name: (random.normal(("norm" in name or "ln_" in name) and name.endswith("weight"), 0.2, shape)).astype(
@@ -124,7 +124,7 @@ def random_tensors(described, dtype="float32", seed=0) -> dict[str, np.ndarray]:
 
 
 def write_folder(folder, described, tensors, parts=1):
-    """As transformers saves a model; `parts` files with an index."""
+    """Saves a model like transformers, in one file, or in `parts` files with an index."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def write_folder(folder, described, tensors, parts=1):
 
 
 def rotate_half(x):
-    """As in files of Hugging Face: pairs (i, i + d / 2)."""
+    """The rotation of pairs (i, i + d / 2), the layout of Hugging Face's files."""
     half = x.shape[-1] // 2
     return np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
 
@@ -170,7 +170,7 @@ def frequencies(described, head_dim):
 
 
 def attend(query, key, value):
-    """(seq, heads, head_dim), of keys and values as many heads or fewer; causal."""
+    """Causal attention of (seq, heads, head_dim); keys and values have as many heads or fewer."""
     seq, heads, head_dim = query.shape
     key, value = (np.repeat(part, heads // part.shape[1], axis=1) for part in (key, value))
     scores = np.einsum("qhd,khd->hqk", query, key) / math.sqrt(head_dim)
@@ -189,7 +189,7 @@ def layer_norm(x, scale, bias, epsilon):
 
 
 def logits_of(described, tensors, tokens, rotate=rotate_half):
-    """(seq, vocab) of tokens (seq,)."""
+    """The logits (seq, vocab) of tokens (seq,)."""
     tensors = {name: np.asarray(array, np.float64) for name, array in tensors.items()}
     run = _gpt2 if described["model_type"] == "gpt2" else _llama
     return run(described, tensors, np.asarray(tokens), rotate)

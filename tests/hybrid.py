@@ -1,4 +1,4 @@
-"""Small models, meshes of CPU devices, and an optimizer that shows its gradients: for tests of steps on a mesh."""
+"""Small models, meshes of CPU devices, and an optimizer that exposes its gradients, for tests of steps on a mesh."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ def make_mesh(**axes: int) -> jax.sharding.Mesh:
 
 
 def on_devices(function, *args, in_specs, out_specs, **axes: int) -> Any:
-    """What a function of shards returns on a mesh with these axes."""
+    """The result of a `shard_map`ped function on a mesh with these axes."""
     devices = jax.devices()[: int(np.prod(list(axes.values())))]
     mesh = jax.sharding.Mesh(np.reshape(devices, tuple(axes.values())), tuple(axes))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -40,7 +40,7 @@ def tokens(batch=BATCH, seq=SEQ, seed=0) -> np.ndarray:
 
 
 def showing(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer whose state begins with the gradients of the last step, as they arrived: float32."""
+    """An optimizer whose state begins with the gradients that it received in the last step, in float32."""
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params),
         lambda gradients, _, params=None: (gradients, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)),
@@ -69,8 +69,8 @@ SMALL_GRADIENTS = 2.0**-20
 
 
 def with_scales(variables) -> dict:
-    """Variables with scales of gradients that a first step can use: with ones, gradients of a mean would vanish. So no
-    pass must find them, which would be a program of its own for every model and mesh.
+    """Variables with gradient scales that fit the first step; at a scale of 1, gradients of a mean would vanish. A warm
+    start would find such scales too, but compile another program for every model and mesh.
     """
     scaled = {
         name: map_gemms(
@@ -86,11 +86,11 @@ def first_state(init, x, tx=SHOWING) -> fp8.TrainState:
     def make(key, x):
         return fp8.TrainState.create(variables=with_scales(init(key, x)), tx=tx)
 
-    return jax.jit(make)(jax.random.key(0), x)  # one program, for each of its operations would be one
+    return jax.jit(make)(jax.random.key(0), x)  # one program; without jit each operation would be one
 
 
 def spread(mesh: jax.sharding.Mesh | None, **options) -> dict[str, Any]:
-    """Options of `make_train_step`, those about the mesh in its `Parallelism`."""
+    """Options of `make_train_step`, with those about the mesh in a `Parallelism`."""
     fields = {field.name for field in dataclasses.fields(fp8.Parallelism)} & options.keys()
     about_mesh = {name: options.pop(name) for name in fields}
     return options if mesh is None else options | {"parallel": fp8.Parallelism(mesh, **about_mesh)}
@@ -106,7 +106,7 @@ def train(
 
 
 def significant(gradients) -> dict:
-    """Without what is noise: the bias of a key."""
+    """The gradients without those that are only noise: the bias of a key."""
     leaves = jax.tree_util.tree_leaves_with_path(gradients)
     return {name: leaf for path, leaf in leaves if "['key']['bias']" not in (name := jax.tree_util.keystr(path))}
 

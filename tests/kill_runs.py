@@ -1,4 +1,4 @@
-"""Kill a run again and again, and see whether it ends as if nobody had.
+"""Kills a run again and again, and checks that it ends like a run that was never killed.
 
     python tests/kill_runs.py                                        # 20 kills, some minutes
     python tests/kill_runs.py --kills 3 --steps 60 --recipe bf16
@@ -29,7 +29,7 @@ LIMIT = 300  # seconds without anything new, so that nothing hangs for ever
 
 
 class Killed(NamedTuple):
-    """What there was of a run when it was killed."""
+    """The progress of a run when it was killed."""
 
     while_it: str  # starts or trains
     seconds: float  # it had done so
@@ -47,7 +47,7 @@ class Program:
         self._environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS} | programs | always
 
     def start(self, name: str) -> subprocess.Popen:
-        """Begin the run of this name, or go on with it."""
+        """Start the run of this name, or resume it."""
         command = [sys.executable, "-m", "jax_fp8", "train", *SMALL.split(), *DIAGNOSED.split()]
         command += self._options
         command += ["--output", str(self.output), "--name", name, "--resume", "auto"]
@@ -61,7 +61,7 @@ class Program:
             raise RuntimeError(f"{name} must end well, got {said}")
 
     def kill(self, name: str, starts: bool, seconds: float) -> Killed:
-        """Start a run, and kill it after so many seconds, from its start or from when it trains."""
+        """Start a run, and kill it after so many seconds, counted from its start or from its first step."""
         folder = self.output / name / "checkpoints"
         before, process, began = _names(folder), self.start(name), time.monotonic()
         is_training, limit = False, began + LIMIT

@@ -1,4 +1,4 @@
-"""Small modules that put a layer through what users do to layers: sharing, rematerialisation, scanning."""
+"""Small modules that use a layer as users do: shared, rematerialised or scanned."""
 
 import flax.linen as nn
 import jax

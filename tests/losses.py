@@ -1,12 +1,10 @@
-"""What the loss of rows of logits must be: an oracle in NumPy and float64, which shares no code with the library."""
+"""The oracle of the loss of rows of logits, in NumPy's float64; it shares no code with the library."""
 
 import numpy as np
 
 
 def cross_entropy(logits, labels, shares, z_loss) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of logits (..., vocab), labels and shares (...): the gradient of the logits, the losses, and the logs of the sums
-    of exponentials.
-    """
+    """The gradient of the logits (..., vocab), the losses and the log-sum-exps (...), for labels and shares (...)."""
     x, share = np.asarray(logits).astype(np.float64), np.asarray(shares).astype(np.float64)[..., None]
     labels, z_loss = np.asarray(labels)[..., None], np.float64(z_loss)
     largest = x.max(axis=-1, keepdims=True, initial=-np.inf)

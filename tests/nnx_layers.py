@@ -16,7 +16,7 @@ WEIGHTS = jax.random.normal(jax.random.key(1), (64, FEATURES)).astype(jnp.bfloat
 
 
 def with_params_of(model, variables):
-    """The NNX model with the parameters of a Linen module, and the state that belongs to them."""
+    """The NNX model with the parameters and the FP8 state of a Linen module."""
     nnx.update(model, variables["params"])
     for path, gemm in fp8.nnx.state.gemms_of(model).items():
         if gemm.recipe.has_state:
@@ -34,7 +34,7 @@ def loss(model, x):
 
 
 class MLP(nnx.Module):
-    """Two layers, of ours or of Flax."""
+    """Two linear layers, of jax_fp8 or of Flax."""
 
     def __init__(self, rngs, linear=fp8.nnx.Linear, **options):
         self.first = linear(FEATURES, HIDDEN, rngs=rngs, **options)

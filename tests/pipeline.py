@@ -1,4 +1,4 @@
-"""A model of tanh layers on the stages of a pipeline, and what it computes without one: for tests of the runner."""
+"""A model of tanh layers on the stages of a pipeline, and the same without one, for tests of the runner."""
 
 import dataclasses
 import functools
@@ -55,14 +55,14 @@ class TanhLayers:
 
 
 def loss_of(number, y):
-    """No two microbatches have the same."""
+    """The loss of a microbatch, which depends on its number."""
     return jnp.sum(jnp.cos(y + number))
 
 
 class Pipeline:
     """A schedule, a model with two layers on each stage, and the program that runs one with the other.
 
-    The tables of the schedule are arguments of the program: a wrong one is not compiled anew.
+    The tables of the schedule are arguments of the program, so a test of a wrong table needs no new compilation.
     """
 
     def __init__(self, schedule: Schedule, rows: int = 2, width: int = 8):
@@ -80,7 +80,7 @@ class Pipeline:
         return self.program_on(Mesh(np.array(jax.devices()[: self.stages]), ("pipe",)))
 
     def program_on(self, mesh: Mesh):
-        """Of tables, weights (stages, chunks, ...) and inputs."""
+        """The compiled function of tables, weights (stages, chunks, ...) and inputs."""
         specs = self.specs
         mapped = jax.shard_map(self._on_stage, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
         return jax.jit(mapped)
@@ -90,7 +90,7 @@ class Pipeline:
         return PartitionSpec(), PartitionSpec("pipe"), PartitionSpec()
 
     def arguments(self, ticks: Ticks | None = None) -> tuple:
-        """Of the program, with these tables or with those of the schedule."""
+        """The program's arguments, with the tables of `ticks` or of the schedule."""
         tables = {name: getattr(ticks or self.ticks, name) for name in TABLES}
         behind = np.full((self.groups * self.stages - self.microbatches, *self.batch.shape[1:]), 1e3, np.float32)
         return tables, self.weights[self.places], np.concatenate([self.batch, behind])
@@ -108,7 +108,7 @@ class Pipeline:
         return jax.tree.map(lambda x: x[None], found)
 
     def run(self, ticks: Ticks | None = None) -> "Found":
-        """What the program finds."""
+        """The program's results."""
         dx, totals, (loss, numbers) = self.program(*self.arguments(ticks))
         gradients = np.zeros_like(self.weights)
         gradients[self.places] = np.stack([sums for sums, _ in totals], axis=1)
@@ -128,7 +128,7 @@ class Pipeline:
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(self.weights, self.batch)
 
     def is_right(self, ticks: Ticks | None = None) -> bool:
-        """Whether all that is found is as expected: what is computed, and how often."""
+        """Whether all results are as expected, and each was computed as often as expected."""
         found, (loss, (gradients, dx)) = self.run(ticks), self.expected
         close = functools.partial(np.allclose, rtol=1e-4, atol=1e-5)
         return bool(

@@ -1,6 +1,6 @@
-"""A loss by its layers of a user's own, and steps on meshes with `pipe` beside the same steps without it.
+"""A user's own loss in layers, and comparisons of steps on meshes with `pipe` with the same steps without it.
 
-Where `pipe` is the only difference, a step is the same but for the order of sums: the FP8 state has the same bits, and
+If `pipe` is the only difference, two steps differ only in the order of sums. So the FP8 state has the same bits, and
 gradients differ by roundings of float32.
 """
 
@@ -39,7 +39,7 @@ class Tanh(nn.Module):
 
 
 class Part(nn.Module):
-    """One module under its name."""
+    """A module that contains one module, under a given name."""
 
     make: Callable[..., nn.Module]
     of: str
@@ -50,7 +50,7 @@ class Part(nn.Module):
 
 
 def layers(recipe: Recipe | None, count: int = 2, **fields: Any) -> dict[str, Callable]:
-    """So many layers by their names."""
+    """The makers of `count` layers, by name."""
     return {f"layer_{number}": partial(Tanh, recipe, **fields) for number in range(count)}
 
 
@@ -59,7 +59,7 @@ def dense(recipe: Recipe | None) -> Callable[..., nn.Module]:
 
 
 def loss_of(parts: Mapping[str, Callable]) -> fp8.LayeredLoss:
-    """The mean of squares of what comes out of "first", "layer_0", ..., "last"; each but the layers may be left out."""
+    """The mean square of the output of "first", "layer_0", ..., "last"; "first" and "last" are optional."""
 
     def apply(variables, x, name):
         return Part(parts[name], name).apply(variables, x) if name in parts else x
@@ -88,7 +88,7 @@ def rows(count: int = 64) -> np.ndarray:
 
 
 def assert_is_same_step(state: fp8.TrainState, loss: float, wanted: fp8.TrainState, wanted_loss: float) -> None:
-    """A first step is another one, whose optimizer is `hybrid.showing`."""
+    """Two first steps, with the optimizer `hybrid.showing`, are the same."""
     np.testing.assert_allclose(loss, wanted_loss, SAME)
     jax.tree.map(assert_same_bits, state.fp8, wanted.fp8)
     assert_same_gradients(hybrid.gradients_of(state), hybrid.gradients_of(wanted))

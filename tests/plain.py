@@ -1,6 +1,6 @@
-"""What layers compute without FP8: the textbook formulas in float64, and their gradients by JAX.
+"""Layers without FP8: the textbook formulas in float64, with JAX's gradients.
 
-Written without looking at the library's, whose forwards and hand-written backwards are compared with these.
+They were written independently of the library, whose forwards and hand-written backwards tests compare with these.
 """
 
 import math

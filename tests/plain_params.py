@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 
 def as_plain(params):
-    """Our params under the names of the baseline."""
+    """Our params, renamed as in the baseline."""
     plain = {name: params[name] for name in ("embedding", "head", "final_norm") if name in params}
     for number in range(sum(name.startswith("layer_") for name in params)):
         attention, mlp = params[f"layer_{number}"]["attention"], params[f"layer_{number}"]["mlp"]

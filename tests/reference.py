@@ -1,8 +1,8 @@
-"""What the numbers must be: oracles in NumPy, which share no code with the library, and how far a result may be off.
+"""Oracles in NumPy, which share no code with the library, and the tolerances for results that are not exact.
 
-Quantizing, amaxes and scales are exact: compare bits, with `assert_same_bits`. Sums in another order and roundings to
-8 bits are not: compare with `assert_close`, whose error is relative to the size of the whole expected array, so that a
-result of zeros is off by 1 and no tolerance here lets it pass.
+The cast to FP8, amaxes and scales are exact: compare their bits with `assert_same_bits`. Sums in another order and
+values after a rounding to 8 bits are not: compare them with `assert_close`. Its error is relative to the norm of the
+whole expected array, so an array of zeros has the error 1, which no tolerance here accepts.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,9 @@ SMALLEST_NORMAL = {dtype: np.float32(2.0**exponent) for dtype, exponent in zip(F
 SMALLEST_SCALE = np.float32(2.0**-126)  # its reciprocal is finite
 NAN_BYTE = 0x7F  # one NaN for both formats: positive, all mantissa bits set
 
-# Largest norm(actual - expected) / norm(expected), and why. A rounding to b mantissa bits is off by at most 2**-(b+1)
-# of a number, and in this norm by about 0.42 times that; independent errors of two factors add in quadrature.
-# "On average" below is measured, for normally distributed numbers.
+# The largest norm(actual - expected) / norm(expected), with its reason. Rounding to b mantissa bits changes a number by
+# at most 2**-(b+1) of it, and in this norm by about 0.42 times that. Independent errors of two factors add in
+# quadrature. "On average" below is measured for normally distributed numbers.
 TOLERANCE = {
     "float32": 1e-5,  # f32 sums of up to some thousand terms, in another order
     "float16": 1e-3,  # one rounding to 10 bits is 2e-4 on average; a few of them
@@ -41,7 +41,7 @@ def amax(x) -> np.float32:
 
 
 def amax_of_numbers(x) -> np.float32:
-    """Largest magnitude in float32, infinity included, NaN left out; 0 where there is nothing else."""
+    """Largest magnitude in float32, infinity included, NaNs ignored; 0 if there are only NaNs, or nothing."""
     magnitudes = np.abs(np.asarray(x).astype(np.float32))
     return np.float32(np.max(magnitudes, where=~np.isnan(magnitudes), initial=0))
 
@@ -61,7 +61,7 @@ def dequantize(values, scale) -> np.ndarray:
 
 
 def scale_from_amax(amax, dtype, margin=0):
-    """Of every amax `amax * 2**margin / fp8_max`, within 2**-126 and 2**126; 1 where the amax is 0 or not finite."""
+    """`amax * 2**margin / fp8_max` for every amax, clipped to 2**-126 and 2**126; 1 where it is 0 or not finite."""
     amax = np.asarray(amax, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         scale = amax * np.float32(2.0**margin) / FP8_MAX[np.dtype(dtype)]
@@ -70,7 +70,7 @@ def scale_from_amax(amax, dtype, margin=0):
 
 
 def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False, margin=0):
-    """The scale of a tensor from its own amax; of every tensor, from an array of these."""
+    """The scale of a tensor from its own amax; from an array of amaxes, an array of scales."""
     scale = scale_from_amax(np.maximum(np.asarray(amax, np.float32), np.float32(amax_epsilon)), dtype, margin)
     if not power_2_scale:
         return scale
@@ -79,8 +79,8 @@ def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False, margin=0):
 
 
 def quantize_by_tile(x, dtype, tile, scale_of=scale_from_amax) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 values of a matrix and the scales of its tiles: each is cast by its own amax, as a tensor of its own;
-    those at the edges may be cut.
+    """FP8 values of a matrix and the scales of its tiles. Each tile is cast like a tensor of its own, by its own amax.
+    Tiles at the edges may be cut.
     """
     (m, n), (rows, columns) = x.shape, tile
     values, scales = np.empty(x.shape, dtype), np.empty((-(-m // rows), -(-n // columns)), np.float32)
@@ -99,11 +99,11 @@ def update_state(scale, amax_history, dtypes, margin=0, algorithm="max", forget_
       amax_history: f32[3, L] with staged amaxes in slot 0.
       dtypes: the FP8 dtype of each row.
       algorithm: "max" or "most_recent".
-      forget_outliers: whether amaxes at whose scale the staged one is below the smallest normal number are left out.
+      forget_outliers: whether to ignore amaxes at whose scale the staged one is below the smallest normal FP8 number.
 
     Returns:
-      The new scale f32[3] and history f32[3, L]. A row that did not run, or staged something not finite, is as before
-      staging.
+      The new scale f32[3] and history f32[3, L]. A row that did not run, or whose staged amax is not finite, is as it
+      was before staging.
     """
     scale, amax_history = np.array(scale, np.float32), np.array(amax_history, np.float32)
     for row, dtype in enumerate(dtypes):
@@ -123,8 +123,8 @@ def update_state(scale, amax_history, dtypes, margin=0, algorithm="max", forget_
 
 
 def count_amaxes(staged, scale, dtypes) -> np.ndarray:
-    """How many staged amaxes f32[rows] are not finite, and how many lie below the smallest normal number at the scale
-    f32[rows] of their step; int32[2]. `dtypes` are those of three rows, again and again.
+    """How many staged amaxes f32[rows] are not finite, and how many are below the smallest normal FP8 number at the
+    scale f32[rows] of their step; int32[2]. `dtypes` are those of three rows, and repeat.
     """
     smallest = np.resize([SMALLEST_NORMAL[np.dtype(dtype)] for dtype in dtypes], len(scale)).astype(np.float32)
     return np.array([np.sum(~np.isfinite(staged)), np.sum((staged > 0) & (staged < scale * smallest))], np.int32)
@@ -184,7 +184,7 @@ def adam(gradient, master, mu, nu, coefficients, decays=True, adam_w_mode=True, 
       adam_w_mode: decoupled weight decay, else an L2 term.
 
     Returns:
-      The moments, the master and what was added to it, not yet rounded to what they are kept in.
+      The moments, the master and the update that was added to it, not yet rounded to the dtypes of storage.
     """
     c = {name: precision(number) for name, number in coefficients.items()}
     g, p, m, v = (np.asarray(array).astype(np.float32).astype(precision) for array in (gradient, master, mu, nu))
@@ -202,8 +202,8 @@ def adam(gradient, master, mu, nu, coefficients, decays=True, adam_w_mode=True, 
 
 
 def off_the_tie(master) -> np.ndarray:
-    """Float32 numbers, those halfway between two bfloat16 numbers moved away from zero if that is where they would
-    round to.
+    """Float32 numbers, of which those halfway between two bfloat16 that round away from zero are moved by one unit in
+    the last place, also away from zero.
     """
     master = np.asarray(master, np.float32)
     truncated = (_words(master) & np.uint32(0xFFFF0000)).view(np.float32).reshape(master.shape)
@@ -219,7 +219,7 @@ def remainder(master) -> np.ndarray:
 
 
 def round_at_random(x, draw, never_zero=False) -> np.ndarray:
-    """bfloat16 of float32: between two neighbours in the order of magnitudes, by the upper 16 bits of the draw."""
+    """Stochastic rounding of float32 to one of the two neighbouring bfloat16, by the upper 16 bits of `draw`."""
     x = np.asarray(x, np.float32)
     magnitude = np.abs(x).view(np.uint32).astype(np.uint64)
     below, lost = magnitude >> np.uint64(16), magnitude % 2**16
@@ -232,8 +232,8 @@ def round_at_random(x, draw, never_zero=False) -> np.ndarray:
 
 
 def quantize_at_random(x, dtype, scale, draw) -> np.ndarray:
-    """FP8 values of `x / scale`, between two neighbours in the table of all magnitudes, by the upper 20 bits of the
-    draw.
+    """Stochastic rounding of `x / scale` to one of the two neighbours in the table of FP8 magnitudes, by the upper 20
+    bits of `draw`.
     """
     scaled = np.asarray(x, np.float32) * (np.float32(1) / np.float32(scale))
     rounded = np.copysign(_in_steps(np.abs(scaled), dtype, draw), scaled).astype(dtype)
@@ -241,7 +241,7 @@ def quantize_at_random(x, dtype, scale, draw) -> np.ndarray:
 
 
 def quantize_root(v, dtype, scale, draw) -> np.ndarray:
-    """The same of `sqrt(v) / scale`, and never zero where `v` is positive."""
+    """The same for `sqrt(v) / scale`; the result is never zero where `v` is positive."""
     scaled = np.sqrt(np.asarray(v, np.float32)) * (np.float32(1) / np.float32(scale))
     rounded = _in_steps(scaled, dtype, draw)
     rounded = np.where((rounded == 0) & (scaled > 0), _magnitudes(dtype)[1], rounded).astype(dtype)
@@ -263,22 +263,22 @@ def _magnitudes(dtype) -> np.ndarray:
 
 
 class Draws(NamedTuple):
-    """Random numbers of the two moments."""
+    """The random numbers by which the two moments are rounded."""
 
     nu: np.ndarray
     mu: np.ndarray
 
 
 def draws(shape, seed, leaf, first=0) -> Draws:
-    """uint32 for every element of an array, by its index, of which `first` is that of the first element;
-    in uint64 modulo 2**32.
+    """A uint32 for every element of an array, a hash of its index, where the first element has the index `first`.
+    Computed in uint64 modulo 2**32.
     """
     index = np.arange(np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape) + np.uint64(first)
     return draws_at(index, seed, leaf)
 
 
 def draws_at(index, seed, leaf) -> Draws:
-    """The same of given indices, uint64."""
+    """The same for given indices, uint64."""
     modulus = np.uint64(2**32)
     h = (index % modulus) * np.uint64(0x9E3779B1) % modulus + (index // modulus) * np.uint64(0x27D4EB2F) % modulus
     h = (h + np.uint64((int(seed) * 0x85EBCA77 + leaf * 0xC2B2AE3D) % 2**32)) % modulus
@@ -309,7 +309,7 @@ def assert_close(actual, expected, kind: str) -> None:
 
 
 def assert_same_bits(actual, expected) -> None:
-    """Raise unless dtype, shape and every bit are equal: -0 is not 0. In float32 one NaN is as good as another."""
+    """Raise unless dtype, shape and every bit are equal: -0 is not 0. In float32 all NaNs count as equal."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         raise AssertionError(f"must both be {expected.dtype}{expected.shape}, got {actual.dtype}{actual.shape}")

@@ -1,9 +1,9 @@
-"""Runs that were never computed: folders with the files of a run, healthy but for the faults that a test plants.
+"""Synthetic runs: folders with the files of a run, healthy except for the faults that a test plants.
 
     healthy(layers, steps) ─plant→ Log ─write→ runs/x/
 
-A healthy log is what delayed scaling does: amaxes drift and flutter, the scale follows the largest amax so far, some
-elements of a million saturate where an amax is new, and errors are rounding's.
+A healthy log looks like delayed scaling: amaxes drift and fluctuate, the scale follows the largest amax so far, a few
+elements in a million saturate at a new amax, and errors are those of rounding.
 """
 
 import json
@@ -21,7 +21,7 @@ ROUNDING = {"input": 0.026, "kernel": 0.026, "output_gradient": 0.052}
 
 @dataclass
 class Log:
-    """The rows of a run, by what they are about: tests change them, and `write` them."""
+    """The rows of a run's files; tests change them and `write` them."""
 
     config: dict[str, Any]
     metrics: list[dict]
@@ -29,7 +29,7 @@ class Log:
     events: list[dict]
 
     def tensor(self, column: int, layer: str, tensor: str) -> dict[str, Any]:
-        """Of the diagnosed step in this column, to be changed."""
+        """The entry of a tensor in the diagnosed step of this column, which the caller may change."""
         return next(
             entry
             for entry in self.diagnostics[column]["tensors"]
@@ -50,7 +50,7 @@ class Log:
 
 
 def healthy(layers: int = 2, count: int = 40, every: int = 10, run: str = "delayed", seed: int = 0) -> Log:
-    """A run of `count` diagnosed steps, one in `every`, without anything to find."""
+    """A healthy run of `count` diagnosed steps, one in `every`."""
     generator = np.random.default_rng(seed)
     steps = every * np.arange(1, count + 1)
     losses = 2.9 + 6 / (1 + steps / (every * 8)) + 0.02 * generator.standard_normal(count)

@@ -1,4 +1,4 @@
-"""Python scripts that run at the same time, in a process each: the processes of one run."""
+"""Runs Python scripts at the same time, each in its own process: the processes of one run."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-LIMIT = 120  # seconds, so that nothing hangs for ever
+LIMIT = 120  # seconds, after which all processes are killed
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -25,8 +25,8 @@ def cpus(each: int, processes: int) -> list[dict[str, str]]:
 
 
 def gpus(each: int, processes: int) -> list[dict[str, str]]:
-    """The environment of each process, with so many GPUs that are its own, of those that this one sees; it leaves room
-    on them for this one.
+    """The environment of each process, with `each` of this process's visible GPUs. It leaves memory on them for this
+    process.
     """
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(each * processes)]
@@ -41,8 +41,8 @@ def run_processes(
     stop: Callable[[], bool] | None = None,
     limit: float = LIMIT,
 ) -> list[subprocess.CompletedProcess]:
-    """Run a script with its arguments in each process. The last one is told to end as soon as `stop` says so; all are
-    killed when the seconds of the limit are over.
+    """Run a script with its arguments in each process. As soon as `stop` returns True, the last process gets SIGTERM.
+    All are killed after `limit` seconds.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [

@@ -1,6 +1,6 @@
-"""The CUDA kernels of csrc on a CPU: the same text, compiled by a C++ compiler, every thread a fiber.
+"""Runs the CUDA kernels of csrc on a CPU. A C++ compiler compiles the same text, and every thread is a fiber.
 
-A test names a source, writes the few lines of C++ that call its launch function, and calls them with NumPy arrays:
+A test names a source, writes a few lines of C++ that call its launch function, and calls these with NumPy arrays:
 
     ENTRY = '''
     extern "C" int amax(const void* x, int64_t x_type, int64_t count, float* amax) {
@@ -10,26 +10,31 @@ A test names a source, writes the few lines of C++ that call its launch function
     kernels = compile_for_cpu("amax.cu", ENTRY)
     (amax,) = kernels.call("amax", x, 1, x.size, Result((), np.float32))
 
-The parameters of an entry are pointers, int64_t and double; it returns a cudaError_t. A plain array is an input, which
-must not be written. `Result(shape, dtype)` is an array to be filled, `InPlace(array)` one to be changed; `call` returns
-these in order. A tuple or list of such is an array of pointers, `None` a null pointer.
-Kernels run in a process of their own (`execution.py`).
+The parameters of an entry are pointers, int64_t and double, and it returns a cudaError_t. A plain array is an input,
+which the kernel must not write. The kernel fills a `Result(shape, dtype)` and changes an `InPlace(array)`; `call`
+returns these in order. A tuple or list of arrays is an array of pointers, and `None` a null pointer. Kernels run in a
+process of their own (`execution.py`).
 
-Every call runs three times, with the threads and blocks in another order and over another poison, and the results must
-be the same bits. So a missing barrier shows, and so does a byte that was not written. Sums of floats by `atomicAdd`
-depend on the order: give one of ORDERS at a time, and compare with a tolerance.
+Every call runs three times. Each run has another order of threads and blocks, and fills memory with another poison
+byte before. The results must be the same bits. So a test finds a missing barrier, or a byte that no thread wrote. Sums
+of floats by `atomicAdd` depend on the order: pass one of ORDERS at a time, and compare with a tolerance.
 
-What else is found, as an EmulationError with the thread and mostly the line: a barrier or warp operation that not all
-reach, a vector at an address that is not aligned, an access outside an array, an index outside a C++ array, a write
-outside shared memory, the shared memory of a block that has not begun or has ended, a launch beyond the device's
-limits. What is not: races that none of the orders shows, memory order, bank conflicts and speed. The blocks of a
-cluster run together; a kernel in which one waits for a block of another cluster never ends.
-Copies of boxes, words that are sent to another block and products of a warpgroup are made at once, or as late as can
-be; a fence that publishes what they read may be missing.
+Other mistakes raise an EmulationError with the thread and mostly the line:
 
-Numbers are the device's as far as single operations go. But nvcc joins a product and a sum that no intrinsic keeps
-apart (`a * b + c`) into one rounding, and this compiler does not; expf and its kin are the host's; NaNs are the
-device's only after intrinsics and conversions.
+  - a barrier or warp operation that not all threads reach
+  - a vector access at an address that is not aligned
+  - an access outside an array, or an index outside a C++ array
+  - a write outside shared memory, or an access to that of a block that has not started or has exited
+  - a launch beyond the device's limits
+
+The emulation does not find races that none of the orders shows, wrong memory orders, bank conflicts or slow code. The
+blocks of one cluster run together. A kernel in which a block waits for a block of another cluster never ends.
+Asynchronous work (tensor copies, words sent to another block, products of a warpgroup) happens at once or as late as
+possible. The emulation does not notice if the fence before it is missing.
+
+Single operations have the device's results, with three exceptions. nvcc fuses `a * b + c` into one rounding unless
+intrinsics keep the two apart, and this compiler does not. expf and similar functions are the host's. NaNs have the
+device's bits only after intrinsics and conversions.
 """
 
 import functools
@@ -56,19 +61,19 @@ __all__ = [
     "planted",
 ]
 
-# Threads and blocks first to last, last to first, and as a seed has it; each with the byte that memory starts as.
+# The orders of threads and blocks: first to last, last to first, and random with this seed; each with the poison byte.
 ORDERS = {"forward": (0, 0xA5), "backward": (1, 0x5A), "random": (7, 0xFF)}
 
-# Changes that leave kernels for bfloat16 only: a mistake is compiled sooner without the others.
+# Changes that remove the kernels for float32 and float16, so that a planted mistake compiles sooner.
 ONLY_BFLOAT16 = tuple(("device/by_dtype.cuh", f"launch({other}{{}});", ";") for other in ("float", "Float16"))
 
 
 def planted(mistakes: dict[str, tuple]) -> list:
-    """The names of mistakes to parametrise over: the first one is for every run, the others are marked `slow`, unless
-    what one is to change is no longer there, which every run must say.
+    """The names of mistakes to parametrise over. The first one is for every run, and the others are marked `slow`. A
+    mistake whose text is no longer in the source runs always, so that every run reports it.
 
     Args:
-      mistakes: by name what `compile_for_cpu` is to change, alone or followed by what the test must then say.
+      mistakes: by name the change for `compile_for_cpu`, alone or followed by the message that the test expects.
     """
     changes = {name: mistake if isinstance(mistake[0], str) else mistake[0] for name, mistake in mistakes.items()}
     first = next(iter(changes))
@@ -85,7 +90,7 @@ def compile_for_cpu(source: str, entries: str, changes: tuple[tuple[str, str, st
     Args:
       source: a file of csrc, or the text of a source.
       entries: the functions to call, as C++.
-      changes: (file of csrc, text, other text) to be replaced before: mistakes that a test must notice.
+      changes: (file of csrc, text, replacement): mistakes planted before compiling, which a test must notice.
     """
     if gcc() is None:
         pytest.skip("needs GCC 11 or newer: g++ on the path, or CXX")
@@ -99,7 +104,7 @@ class Kernels:
     library: pathlib.Path
 
     def call(self, entry: str, *arguments, orders: Sequence[str] = tuple(ORDERS)) -> list[np.ndarray]:
-        """Runs an entry in every order; returns its results and what it changed in place."""
+        """Runs an entry in every order; returns its results and the arrays it changed in place."""
         first, *others = call_elsewhere(self.library, entry, arguments, [ORDERS[order] for order in orders])
         for order, other in zip(orders[1:], others, strict=True):
             for number, (array, again) in enumerate(zip(first, other, strict=True)):

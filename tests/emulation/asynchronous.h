@@ -1,5 +1,5 @@
-// What goes on while threads do other things, in compute capability 9.0: copies of boxes, products of a warpgroup, and
-// the barriers at which threads learn of them.
+// The asynchronous instructions of compute capability 9.0: copies of boxes, products of a warpgroup, and the barriers
+// at which threads wait for them.
 #pragma once
 
 #include <array>
@@ -12,17 +12,17 @@
 
 namespace emulation {
 
-// An address in shared memory of 32 bits: of this block, or of the block of a cluster that its highest bits name.
+// A 32-bit address in shared memory. Its highest bits name a block of the cluster, or this block.
 uint32_t shared_address(const void* pointer);
 void* in_shared(uint32_t address, Place place);
 uint32_t address_in_block(uint32_t address, size_t rank, Place place);
 
 void begin_barrier(uint32_t barrier, int arrivals, Place place);
 void arrive(uint32_t barrier, int64_t bytes, Place place);
-// False now and then although it has waited, as the hardware may.
+// Returns false now and then before the phase has ended, as the hardware may.
 bool wait_for_phase(uint32_t barrier, uint32_t parity, Place place);
 
-// Threads of this block: those of a warp come together.
+// A barrier (bar.sync) of some threads of this block, in whole warps.
 void numbered_barrier(int number, int threads, Place place);
 
 struct Box {
@@ -32,12 +32,12 @@ struct Box {
 };
 void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place);
 void store_box(const Box& box, Place place);
-// To shared memory of the block that the addresses name.
+// Sends two words to the shared memory of the block that the addresses name.
 void send_pair(std::array<uint32_t, 2> pair, uint32_t shared, uint32_t barrier, Place place);
 void commit_stores();
 void wait_for_stores(int left, Place place);
 
-// 64 x 128 sums of 32 products; d is of this thread, the rest of the warpgroup.
+// 64 x 128 sums of 32 products each. d is this thread's; the other members are the same in the whole warpgroup.
 struct Multiplication {
   float* d;
   uint64_t a, b;
@@ -104,7 +104,7 @@ inline void bar_sync(int number, int threads, Place place = Place::current()) {
   numbered_barrier(number, threads, place);
 }
 
-// All is seen at once here.
+// Here every thread sees every write at once, so fences do nothing.
 inline void fence_mbarrier_init_release_cluster() {}
 inline void fence_proxy_async_shared__cta() {}
 inline void setmaxnreg_dec_sync_aligned_u32(int) {}

@@ -1,8 +1,8 @@
-// What the checks call that the compiler adds: for an address that is null or not aligned, or that arithmetic brings
-// past the end of memory, for an index beyond an array, a shift by too much, and for numbers that their type cannot
-// hold.
+// The handlers that the compiler's sanitizer checks call: for an address that is null, not aligned or overflows, for an
+// index outside of an array, a shift by too much, and a number that its type cannot hold.
 //
-// The names are those of GCC's and Clang's own library, which prints and ends the process.
+// They have the names of those in the sanitizer library of GCC and Clang, which would print a message and end the
+// process.
 #pragma once
 
 #include <sys/types.h>

@@ -1,5 +1,6 @@
-"""From a CUDA source to a shared library for the CPU, kept in pytest's cache folder
-until a text or the compiler changes.
+"""Compiles a CUDA source to a shared library for the CPU.
+
+The library stays in pytest's cache folder until a text or the compiler changes.
 """
 
 import contextlib
@@ -32,12 +33,12 @@ CHECKS = [
 
 
 class CompilerError(RuntimeError):
-    """What the compiler said."""
+    """The compiler's messages."""
 
 
 @functools.cache
 def gcc() -> tuple[str, str] | None:
-    """The command of GCC, CXX before g++, and its version; None if none is new enough to know where a call stands."""
+    """The command of GCC (CXX before g++) and its version. None if none has std::source_location, from GCC 11 on."""
     for command in (os.environ.get("CXX", ""), "g++"):
         if command and shutil.which(shlex.split(command)[0]):
             ask = [*shlex.split(command), "-dM", "-E", "-x", "c++", os.devnull]
@@ -51,7 +52,7 @@ def gcc() -> tuple[str, str] | None:
 def build(source: str, entries: str, changes: tuple[tuple[str, str, str], ...]) -> pathlib.Path:
     """The library of one source and its entries; see `compile_for_cpu`."""
     texts = _texts(source, entries, changes)
-    level = "-O0" if changes else "-O1"  # a mistake runs once or twice, and most of its time is the compiler's
+    level = "-O0" if changes else "-O1"  # a planted mistake runs once or twice, so compiling takes most of its time
     library = KEPT / f"{_key(sorted(texts.items()), CHECKS, level)}.so"
     with only_here(library.name[:2]):
         if library.exists():
@@ -62,7 +63,7 @@ def build(source: str, entries: str, changes: tuple[tuple[str, str, str], ...]) 
 
 
 def _key(*what):
-    """A name for what is made of all this and the stand-in."""
+    """A name for a file made of `what` and of the emulation's own sources: a hash of all of them and the compiler."""
     ours = [
         path.read_text() for path in (pathlib.Path(__file__), *sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cc")))
     ]
@@ -70,7 +71,7 @@ def _key(*what):
 
 
 def _texts(source, entries, changes):
-    """Every file that the compiler needs beside the stand-in's, by its name."""
+    """The texts by name of all files that the compiler needs, other than the emulation's own headers."""
     is_file = source.endswith(".cu")
     texts = {str(path.relative_to(CSRC)): path.read_text() for path in sorted(CSRC.rglob("*.*h"))}
     texts |= {source: (CSRC / source).read_text()} if is_file else {"source.cu": source}
@@ -92,14 +93,14 @@ def _compile(texts, level, library):
             path.write_text(text)
         checked = [*CHECKS, level, "-include", "cuda_runtime_api.h", f"-I{HERE}", "-I."]
         run_compiler([*FLAGS, *checked, "-c", "entries.cc"], folder)
-        # The compiler's checks call what checks.h defines, and not its own library: so nothing of the kind is linked.
+        # The sanitizers' handlers are those of checks.h, so the compiler's own sanitizer library is not linked.
         run_compiler(["-shared", "-Wl,-Bsymbolic", "entries.o", str(_scheduler()), "-o", "kernels.so"], folder)
         keep(pathlib.Path(folder, "kernels.so"), library)
 
 
 @functools.cache
 def _scheduler():
-    """The object of what every library is linked with."""
+    """The object file of the scheduler, with which every library is linked."""
     sources = sorted(HERE.glob("*.cc"))
     kept = KEPT / f"{_key()}.o"
     with only_here("scheduler"):
@@ -112,7 +113,7 @@ def _scheduler():
 
 
 def run_compiler(arguments: list[str], folder: str | pathlib.Path) -> None:
-    """Runs GCC in a folder; raises what it says."""
+    """Runs GCC in a folder; raises its messages if it fails."""
     command = [*shlex.split(gcc()[0]), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode != 0:
@@ -120,7 +121,7 @@ def run_compiler(arguments: list[str], folder: str | pathlib.Path) -> None:
 
 
 def keep(made: pathlib.Path, wanted: pathlib.Path) -> None:
-    """Moves a file to its place, where it appears as a whole; and removes what was not used for long."""
+    """Moves a file to the cache atomically, and removes files that were not used for long."""
     on_the_same_disk = wanted.with_suffix(f".{os.getpid()}")
     shutil.copy(made, on_the_same_disk)
     on_the_same_disk.replace(wanted)
@@ -131,7 +132,7 @@ def keep(made: pathlib.Path, wanted: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def only_here(name: str) -> Iterator[None]:
-    """One process at a time for one name, so that the processes of a test run do not compile the same thing."""
+    """A lock between processes, by name, so that the workers of a test run do not compile the same file twice."""
     KEPT.mkdir(parents=True, exist_ok=True)
     with (KEPT / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

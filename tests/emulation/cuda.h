@@ -1,5 +1,4 @@
-// The part of CUDA's driver that csrc uses: descriptions of matrices from which boxes are copied. Found in place of
-// CUDA's header of this name.
+// The part of CUDA's driver that csrc uses: tensor maps. The compiler finds this file in place of CUDA's cuda.h.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +18,7 @@ enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
-// A matrix in bytes: what it is made of here is nobody's business, as with CUDA's.
+// A tensor map is as opaque as CUDA's, so its members here may differ.
 struct alignas(64) CUtensorMap {
   char* data;
   uint64_t bytes;  // of an element
@@ -29,7 +28,7 @@ struct alignas(64) CUtensorMap {
 };
 static_assert(sizeof(CUtensorMap) == 128);
 
-// As strict as the driver with what csrc asks for: three dims, boxes of at most 256 rows.
+// Refuses the calls that the driver refuses, for the maps that csrc makes: three dims, and boxes of at most 256 rows.
 inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                                        const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                                        const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,

@@ -1,7 +1,8 @@
 // The part of CUDA that the kernels of csrc use, for a C++ compiler: keywords, vectors, the runtime's calls.
 //
-// It is found in place of CUDA's header of this name. What a kernel uses and this lacks is an error of the compiler:
-// add it here, to intrinsics.h, to warp.h or, when it is an instruction of PTX, to instructions.h.
+// The compiler finds this file in place of CUDA's header of this name. If a kernel uses a function that is missing, the
+// compiler reports an error: add the function here, to intrinsics.h, to warp.h or, for a PTX instruction, to
+// instructions.h.
 #pragma once
 
 #include <utility>
@@ -21,7 +22,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
-#define __CUDA_ARCH_FEAT_SM90_ALL  // whose instructions are here
+#define __CUDA_ARCH_FEAT_SM90_ALL  // the emulation has the instructions of sm_90a
 
 // ---- vectors: as strictly aligned as CUDA's -------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ inline cudaError_t cudaMemsetAsync(void* target, int byte, size_t count, cudaStr
   return cudaSuccess;
 }
 
-// What a kernel must ask for: more than 48 KB of dynamic shared memory, more than 8 blocks in a cluster.
+// The limits of a launch until the host raises them: 48 KB of dynamic shared memory, and 8 blocks in a cluster.
 struct EmulatedLimits {
   size_t dynamic_shared = 48 * 1024;
   unsigned cluster = 8;
@@ -219,7 +220,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   EmulatedLaunch launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     const uint3 cluster = config->attrs[i].val.clusterDim;
-    if (cluster.y != 1 || cluster.z != 1) return cudaErrorInvalidClusterSize;  // there are none such here
+    if (cluster.y != 1 || cluster.z != 1) return cudaErrorInvalidClusterSize;  // csrc has only clusters along x
     launch.grid.cluster = cluster.x;
   }
   kernel->*launch(arguments...);

@@ -1,8 +1,8 @@
-"""Calls of compiled kernels, in a process of their own:
-a mistake that writes where it must not may harm nobody else's memory.
+"""Calls compiled kernels in a process of their own, so that a kernel that writes to wrong addresses cannot harm the
+memory of the test process.
 
-The process is started with the first call and serves all others.
-If it dies, the call ends in an error, and the next one starts another.
+The first call starts the process, which serves all later calls. If it dies, the call raises an error, and the next call
+starts another.
 """
 
 import atexit
@@ -18,13 +18,13 @@ from emulation.memory import Guarded, InPlace, Input, Result
 
 
 class EmulationError(RuntimeError):
-    """A kernel did what no kernel may do."""
+    """A kernel broke a rule of CUDA, such as an access outside of its arrays."""
 
 
 def call_elsewhere(
     library: pathlib.Path, entry: str, arguments: tuple, orders: list[tuple[int, int]]
 ) -> list[list[np.ndarray]]:
-    """The results of an entry, and what it changed in place, for each (order of threads, poison)."""
+    """The results of an entry and the arrays it changed in place, for each (order of threads, poison)."""
     connection, process = _server()
     try:
         connection.send((library, entry, arguments, orders))

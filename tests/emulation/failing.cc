@@ -1,4 +1,4 @@
-// What goes wrong: the first sentence about it, and the end of the launch.
+// Failures: records the first one in a sentence, and abandons the launch.
 #include <signal.h>
 
 #include <cstdarg>
@@ -13,11 +13,11 @@ namespace emulation {
 namespace {
 
 char failure[1024];
-void* fault;  // the address that was not to be touched
+void* fault;  // the address of a forbidden access
 struct sigaction handler_before;
 
 void on_fault(int, siginfo_t* info, void*) {
-  if (current < 0) {  // host code: not ours to explain
+  if (current < 0) {  // a fault of host code, not of a kernel
     sigaction(SIGSEGV, &handler_before, nullptr);
     return;
   }
@@ -58,7 +58,7 @@ void fail(const char* format, ...) {
   va_start(arguments, format);
   vsnprintf(failure, sizeof(failure), format, arguments);
   va_end(arguments);
-  if (current < 0) {  // in host code, where there is nothing to go back to
+  if (current < 0) {  // in host code, which has no scheduler to return to
     fputs(failure, stderr);
     abort();
   }

@@ -1,4 +1,4 @@
-// Copies that a thread begins and waits for later. Until it has waited, it finds poison where they go to.
+// Copies that a thread starts and later waits for (cp.async). Until it has waited, their target holds poison.
 #include <algorithm>
 #include <vector>
 
@@ -12,7 +12,7 @@ struct Fetch {
   unsigned char* target;
   unsigned char bytes[16];
   size_t count;
-  int later_batches;  // that were ended since; -1: its own has not ended
+  int later_batches;  // how many batches ended after its own; -1: its own has not ended
 };
 
 std::vector<Fetch> fetches[kMostFibers];

@@ -1,9 +1,9 @@
 // One fiber runs at a time, until it ends or waits for others.
 //
-// Who runs next is the first, the last or a random one of those that can: a kernel that lacks a barrier then reads what
-// has not been written yet, and what it reads is poison. Of the blocks of a cluster, too, the first or the last runs as
-// far as it can before another does. A wait that never ends is found when no fiber can run. Whatever goes wrong
-// abandons the launch, and the sentence that says so reaches Python.
+// The next to run is the first, the last or a random one of those that can run. So a kernel that lacks a barrier reads
+// memory that no thread has written yet, and finds poison there. Of the blocks of a cluster, too, the first or the last
+// runs as far as it can before another does. When no fiber can run, the kernel has a deadlock. Every failure abandons
+// the launch, and its sentence is raised in Python.
 #include "fibers.h"
 
 #include <sys/mman.h>
@@ -30,7 +30,7 @@ jmp_buf scheduler;
 
 namespace {
 
-constexpr size_t kStackBytes = 256 * 1024;  // a table of 32 KB among the parameters is copied a few times
+constexpr size_t kStackBytes = 256 * 1024;  // room for a few copies of a table of 32 KB in the parameters
 
 size_t threads;  // of a block
 uint64_t first_block;
@@ -102,7 +102,7 @@ int pick(size_t rank) {
   return found >= 0 ? found : ready_in(0, start);
 }
 
-// Lets a block go on when all its threads that have not ended wait at the same barrier.
+// Releases a block when all its threads that have not ended wait at the same barrier.
 bool open_block_barrier(size_t rank) {
   State *const begin = states + rank * block_fibers, *const end = begin + block_fibers;
   const State* first = find(begin, end, kAtBlockBarrier);
@@ -114,7 +114,7 @@ bool open_block_barrier(size_t rank) {
   return true;
 }
 
-// Lets the cluster go on when all its threads that have not ended have arrived.
+// Releases the cluster when all its threads that have not ended have arrived.
 bool open_cluster_barrier() {
   State* const end = states + blocks * block_fibers;
   if (find(states, end, kAtClusterBarrier) == nullptr) return false;
@@ -147,14 +147,14 @@ void start_fibers() {
     ucontext_t& context = fibers[i].start;
     fibers[i].started = false;
     fibers[i].arrivals = fibers[i].waits = 0;
-    if (context.uc_stack.ss_sp != nullptr) continue;  // made for an earlier cluster: two calls of the system less
+    if (context.uc_stack.ss_sp != nullptr) continue;  // made for an earlier cluster; reusing it saves two system calls
     getcontext(&context);
     context.uc_stack = {stacks + i * kStackBytes + kPage, 0, kStackBytes - kPage};
     makecontext(&context, fiber_body, 0);
   }
 }
 
-// What a block leaves behind is poison: nobody may need it.
+// Poisons the shared memory that a block leaves: no later block may read it.
 void end_block_of(size_t fiber) {
   const size_t rank = rank_of(fiber);
   State* const begin = states + rank * block_fibers;
@@ -275,10 +275,10 @@ const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, P
   uint32_t waiting = 0;
   for (int lane = 0; lane < kLanes; ++lane) waiting |= uint32_t{states[first + lane] == kInWarp} << lane;
   bool complete = (waiting & mask) == mask;
-  if (complete) for_lanes([&](int i) { complete &= stand_together(i, self); });  // only the last to come asks
+  if (complete) for_lanes([&](int i) { complete &= stand_together(i, self); });  // only the last lane to arrive checks
   if (complete) {
     uint64_t lanes[kLanes];
-    memset(lanes, poison, sizeof(lanes));  // what other lanes give is not defined
+    memset(lanes, poison, sizeof(lanes));  // values of lanes outside of the mask are undefined
     for_lanes([&](int i) { lanes[i - first] = fibers[i].given; });
     for_lanes([&](int i) {
       memcpy(fibers[i].lanes, lanes, sizeof(lanes));
@@ -309,7 +309,8 @@ void run_grid(const Grid& grid, void (*kernel_)(const void*), const void* closur
 
 extern "C" {  // what Python calls
 
-// For all libraries of the process, which may not have many times as many maps. Every stack ends at a page to stop at.
+// Maps the stacks for all libraries of the process, since the number of maps of a process is limited. Every stack ends
+// at a guard page.
 void* emulation_map_stacks() {
   using namespace emulation;
   unsigned char* stacks = map_between_guards(kMostFibers * kStackBytes);

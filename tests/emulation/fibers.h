@@ -1,4 +1,4 @@
-// The threads of a cluster of blocks as fibers: what the header of CUDA is made of.
+// The threads of a cluster of blocks as fibers: the functions on which cuda_runtime_api.h is built.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ constexpr size_t kMostThreads = 1024;
 constexpr size_t kMostBlocks = 16;  // of a cluster
 constexpr size_t kMostShared = 227 * 1024;
 
-// Writes down what went wrong, and with which thread; the launch ends here.
+// Records a failure and the thread in which it happened, and ends the launch.
 [[noreturn]] void fail(const char* format, ...);
 bool failed();
 
@@ -37,8 +37,8 @@ struct Grid {
   size_t shared_bytes;
 };
 
-// Runs kernel(closure) in every thread of every block, one cluster after another:
-// a kernel that waits for another cluster never ends.
+// Runs kernel(closure) in every thread of every block, one cluster after another. So a kernel that waits for another
+// cluster never ends.
 void run_grid(const Grid& grid, void (*kernel)(const void* closure), const void* closure);
 
 // The number of this thread's block in its cluster.
@@ -48,17 +48,19 @@ void block_barrier(Place place);
 void arrive_at_cluster(Place place);
 void wait_for_cluster(Place place);
 
-// Begins to copy 16, 8 or 4 bytes to shared memory; waits for all such copies of this thread. Or makes a batch of those
-// that are in none; waits for all batches but the last `left`.
+// cp.async. begin_fetch starts a copy of 16, 8 or 4 bytes to shared memory, and end_fetches waits for all copies of
+// this thread. end_batch_of_fetches makes a batch of the copies that are in none, and end_batches_of_fetches waits for
+// all batches but the last `left`.
 void begin_fetch(void* target, const void* source, size_t count);
 void end_fetches();
 void end_batch_of_fetches();
 void end_batches_of_fetches(int left);
 
-// Where an address in the shared memory of this block is in that of another.
+// The address in another block's shared memory that corresponds to one in this block's.
 void* in_block(const void* shared, size_t rank, Place place);
 
-// Gives `value` to the lanes of the mask, and returns what each of them gave, when all have come to the same place.
+// Waits until all lanes of the mask have called it at the same place in the source, and returns the values of all
+// lanes.
 const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, Place place);
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
@@ -71,11 +73,11 @@ T* aligned(T* pointer, Place place) {
 
 void* dynamic_shared();
 
-// From here on every block finds its copy of the array poisoned, and must leave the bytes around it as they are.
+// Registers a shared array: every block starts with a poisoned copy of it, and must not change the bytes around it.
 void poison_copies(void* begin, size_t stride, size_t before, size_t array, size_t after, Place place);
 
-// An array in static shared memory, one for each block of a cluster, aligned as its declaration promises and no
-// further. It comes to be when the first thread arrives at the declaration.
+// A static shared array with a copy for each block of a cluster. A copy is aligned as much as its declaration promises,
+// and no more, so that an access which needs more fails. The first thread at the declaration creates it.
 template <typename Array, size_t kWanted = 0>
 struct Shared {
   static constexpr size_t kAlignment = alignof(Array) > kWanted ? alignof(Array) : kWanted;

@@ -1,8 +1,8 @@
-// What the PTX instructions in csrc do: `asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x))` is rewritten to
+// The PTX instructions of csrc as functions: `asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x))` is rewritten to
 // `ptx::cvt_f32_f16(y, x)`.
 //
-// Conversions are exact. The hardware's approximations are not: here they are wrong by as much as PTX allows, up or
-// down, so that code which needs more than PTX promises comes out wrong.
+// Conversions are exact. The hardware's approximations have an error here as large as PTX allows, up or down, so that
+// code which relies on more accuracy than PTX promises returns wrong results.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@ namespace emulation {
 
 struct Format {
   int mantissa_bits, bias, sign_bit;
-  uint32_t overflow;  // what is beyond the largest number becomes
-  uint32_t nan;       // any NaN becomes
-  uint32_t infinity;  // and what is above is NaN
+  uint32_t overflow;  // the result for numbers beyond the largest
+  uint32_t nan;       // the result for every NaN
+  uint32_t infinity;  // bits above it are NaNs
 };
 
 constexpr Format kE4M3 = {3, 7, 7, 0x7E, 0x7F, 0x7F};  // no infinity
@@ -59,7 +59,8 @@ inline uint32_t halves_from_fp8(Format format, uint16_t bytes) {
   return encode_pair(kFloat16, decode(format, bytes >> 8), decode(format, bytes & 0xFF));
 }
 
-// The larger magnitude of two numbers, given as bits, with the sign of their product: a NaN gives way, or wins.
+// The larger magnitude of two numbers, given as bits, with the sign of their product. A NaN loses, or wins if
+// `nan_wins`.
 inline uint32_t larger_magnitude(uint32_t a, uint32_t b, uint32_t sign_bit, uint32_t infinity, bool nan_wins) {
   const uint32_t x = a & (sign_bit - 1), y = b & (sign_bit - 1);
   if ((nan_wins ? x > infinity || y > infinity : x > infinity && y > infinity)) return sign_bit - 1;
@@ -79,7 +80,8 @@ inline float larger_magnitude(float a, float b, bool nan_wins) {
 
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
-// Up or down, by the bits of the operand; the rounding to float32 is the other half of the error.
+// Moves a result up or down, depending on the operand's bits, by half of the error; rounding to float32 is the other
+// half.
 inline float approximate(double exact, double relative_error, float operand) {
   const int direction = static_cast<int>(std::bit_cast<uint32_t>(operand) * 0x9E3779B1u >> 16) % 3 - 1;
   return static_cast<float>(exact * (1 + direction * relative_error / 2));

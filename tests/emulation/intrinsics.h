@@ -78,7 +78,7 @@ T atomicExch(T* target, std::type_identity_t<T> value) {
   return emulation_exchange(target, value);
 }
 
-// 0 after `last`: a counter of blocks that is ready for the next launch.
+// Counts up, and to 0 after `last`, so that a counter of blocks is ready for the next launch.
 inline unsigned atomicInc(unsigned* target, unsigned last) {
   return emulation_exchange(target, *target >= last ? 0 : *target + 1);
 }
@@ -88,7 +88,7 @@ inline void __threadfence_block() {}
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
-// The one NaN that the device's arithmetic makes.
+// The only NaN that arithmetic on the device returns.
 inline float emulation_canonical(float x) { return x == x ? x : __uint_as_float(0x7FFFFFFFu); }
 
 inline float __fadd_rn(float a, float b) { return emulation_canonical(a + b); }
@@ -102,7 +102,7 @@ inline float __frsqrt_rn(float x) {
   return emulation_canonical(static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))));
 }
 
-// NaN gives way to the other operand, and -0 is less than 0.
+// Of a NaN and a number it is the number, and -0 is less than 0.
 inline float emulation_fmaxf(float a, float b) {
   if (a != a || b != b) return emulation_canonical(a != a ? b : a);
   return a > b || (a == b && std::signbit(b)) ? a : b;
@@ -127,7 +127,7 @@ std::common_type_t<A, B> min(A a, B b) {
   return static_cast<T>(b) < static_cast<T>(a) ? b : a;
 }
 
-// Of a few units in the last place on the device, as these are not.
+// On the device these have errors of a few units in the last place; here they are the host's.
 inline float rsqrtf(float x) { return __frsqrt_rn(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }

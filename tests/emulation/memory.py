@@ -1,4 +1,4 @@
-"""Arrays for kernels, between memory that they must not touch."""
+"""Arrays for kernels, each between pages of memory that a kernel must not touch."""
 
 import ctypes
 import mmap
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GUARD = 2**20  # bytes; a mistake may miss by rows, and what lies behind a single page belongs to others
+GUARD = 2**20  # bytes; a mistake may miss by whole rows, which a guard of one page would not catch
 C_LIBRARY = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
 class Input:
-    """An array that a kernel reads, `offset` bytes after an address divisible by 16;
-    a plain array is one without offset.
+    """An array that a kernel reads, at `offset` bytes after an address divisible by 16. A plain array is an Input
+    without offset.
     """
 
     array: np.ndarray
@@ -38,12 +38,12 @@ class Result:
 
 
 class Guarded:
-    """An array at one end of memory that has forbidden memory at both ends; the rest is poison.
+    """An array at one end of a piece of memory between two guards, which raise a fault. The rest is poison.
 
     Args:
-      argument: what is to be placed.
-      at_end: of the two, else at the begin: an index beyond this end is a fault,
-        one beyond the other meets poison first.
+      argument: the array.
+      at_end: whether the array is at the end, next to the upper guard; else at the beginning. An access past that end
+        is a fault at once, and one past the other end touches poison first.
       poison: the byte.
     """
 
@@ -75,7 +75,7 @@ class Guarded:
         return np.frombuffer(self.inside.tobytes(), self.dtype).reshape(self.shape)
 
     def is_intact(self) -> bool:
-        """Whether nothing was written beside the array."""
+        """Whether the poison around the array is unchanged."""
         return self.read_only or all(np.all(part == self.poison) for part in self.outside)
 
     def distance(self, address: int) -> int:

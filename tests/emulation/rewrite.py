@@ -1,4 +1,4 @@
-"""What a C++ compiler cannot read in a CUDA source, said in C++; the number of every line stays as it is."""
+"""Rewrites the parts of a CUDA source that a C++ compiler cannot read. Every line keeps its number."""
 
 import re
 
@@ -6,8 +6,8 @@ OPENING, CLOSING = "([{", ")]}"
 
 
 def rewrite(source: str, name: str) -> str:
-    """The text of a .cu, .cuh or .h file for `cuda_runtime_api.h` beside this file;
-    `name` is for the compiler's messages.
+    """The text of a .cu, .cuh or .h file as C++ for this folder's `cuda_runtime_api.h`. The compiler's messages call it
+    `name`.
     """
     for rule in (_macros, _launches, _dynamic_shared, _static_shared, _instructions):
         source = rule(source, name)
@@ -15,7 +15,7 @@ def rewrite(source: str, name: str) -> str:
 
 
 def _macros(source, name):
-    """Macros with parameters that end with an `#undef`: what they stand for, so that `asm` in one is found."""
+    """Expands macros with one parameter that a later `#undef` ends, so that `_instructions` finds `asm` in them."""
     pattern = r"#define (\w+)\((\w+)\) ((?:.*\\\n)*.*)(?=\n[\s\S]*#undef \1\b)"
     for macro, parameter, body in reversed(re.findall(pattern, source)):
         definition = re.search(rf"#define {macro}\((?:.*\\\n)*.*", source)[0]
@@ -31,7 +31,7 @@ def _macros(source, name):
 
 
 def _launches(source, name):
-    """`kernel<<<grid, block>>>(x)`: two binary operators, so that nothing needs to know where `kernel` begins."""
+    """`kernel<<<grid, block>>>(x)` becomes a binary operator, so that no parser must find where `kernel` begins."""
     return re.sub(r"<<<(.*?)>>>", r" ->* EmulatedLaunch(\1)", source, flags=re.DOTALL)
 
 
@@ -69,7 +69,7 @@ def _instructions(source, name):
         operands = [text[m.end() : _closing(text, m.end() - 1)] for m in re.finditer(r'"[=+]?[a-z]+"\s*\(', text)]
         instruction = "".join(re.findall(r'"([^"]*)"', re.split(r':\s*(?=")', text)[0]))
         mnemonic, _, wanted = _without_predicate(instruction).rstrip(";").partition(" ")
-        wanted = wanted.removeprefix("_,")  # a result that nobody needs
+        wanted = wanted.removeprefix("_,")  # a result that the code drops
         if mnemonic and re.findall(r"[^,\s\[\]{}]+", wanted) != [f"%{i}" for i in range(len(operands))]:
             raise ValueError(f"{name}: asm must be one instruction of all its operands in order, got {instruction!r}")
         lines = "\n" * text.count("\n")
@@ -80,7 +80,7 @@ def _instructions(source, name):
 
 
 def _without_predicate(instruction):
-    """One instruction: a predicate that is made of an operand, or becomes one, is that operand."""
+    """One instruction out of several: a predicate that is made from an operand, or becomes one, is replaced by it."""
     instruction = instruction.replace("\\n", " ").strip()
     made, becomes = r"(?:setp\.ne\.b32 \1, (%\d+), 0; +)?", r"(?:selp\.u32 (%\d+), 1, 0, \1; +)?"
     match = re.fullmatch(rf"{{ +\.reg \.pred (\w+); +{made}([^;]*;) +{becomes}}}", instruction)
@@ -88,7 +88,7 @@ def _without_predicate(instruction):
 
 
 def _closing(text, start):
-    """Where the bracket that opens at `start` closes."""
+    """The position of the bracket that closes the one at `start`."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] in OPENING) - (text[at] in CLOSING)

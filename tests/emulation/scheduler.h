@@ -1,4 +1,4 @@
-// What the scheduler knows of the fibers, for the files that it is made of.
+// The state of the fibers, shared by the source files of the scheduler.
 #pragma once
 
 #include <setjmp.h>
@@ -16,17 +16,17 @@ enum State : unsigned char { kReady, kAtBlockBarrier, kAtClusterBarrier, kInWarp
 struct Fiber {
   bool started;
   ucontext_t start;
-  jmp_buf left;  // from where it goes on; unlike a context, at no cost of a system call
+  jmp_buf left;  // where it continues; unlike a switch of contexts, a jump needs no system call
   const char* waits_for;
   Place place;
   uint32_t mask;           // the lanes that take part
-  uint64_t given;          // to the other lanes
-  const void* wakes;       // who wakes it
+  uint64_t given;          // the value for the other lanes
+  const void* wakes;       // the object whose `wake` it waits for
   int arrivals, waits;     // at the cluster's barrier
-  uint64_t lanes[kLanes];  // what every lane gave
+  uint64_t lanes[kLanes];  // the values of all lanes
 };
 
-// The fibers of a block are whole warps, of which the last may lack lanes.
+// A block has the fibers of whole warps; lanes that the last warp lacks are absent.
 extern Fiber fibers[kMostFibers];
 extern State states[kMostFibers];
 extern size_t block_fibers, blocks;  // fibers of a block, blocks of the cluster
@@ -36,21 +36,22 @@ extern jmp_buf scheduler;
 inline size_t rank_of(size_t fiber) { return fiber / block_fibers; }
 inline bool is_gone(State state) { return state == kEnded || state == kAbsent; }
 
-// In the same block, and at the same place.
+// Whether both are in the same block and wait at the same place.
 bool stand_together(size_t a, size_t b);
 
-// That this thread has waited for all that it fetches; before a launch, nothing is on its way.
+// check_fetches fails if this thread has not waited for all its copies. forget_fetches drops all copies before a
+// launch.
 void check_fetches();
 void forget_fetches();
 
 bool is_running(size_t rank);
 
-// Leaves this thread until another, or a copy, wakes all that wait for the same.
+// Suspends this thread until another thread, or a copy, wakes all that wait for the same object.
 void wait_until_woken(const char* what, const void* by, Place place);
 void wake(const void* those);
 [[noreturn]] void leave_failed();
 
-// Copies of boxes and products, in files of their own.
+// Copies of boxes and products: tensor_copies.cc and warpgroups.cc.
 bool copies_at_once();
 size_t choose(size_t count);
 bool chance_of_one_in(unsigned count);
@@ -62,15 +63,15 @@ void forget_products();
 
 // ---- failing --------------------------------------------------------------------------------------------------------
 
-// Forgets what went wrong before.
+// Forgets an earlier failure.
 void clear_failure();
 
-// Adds to what is written down as the failure.
+// Appends to the failure's message.
 __attribute__((format(printf, 1, 2))) void tell(const char* format, ...);
 void tell_block();
 void tell_deadlock();
 
-// While it lives, a touch of forbidden memory is a failure of the kernel.
+// While one exists, an access to forbidden memory is a failure of the kernel.
 class FaultHandler {
  public:
   FaultHandler();

@@ -1,5 +1,5 @@
-// Shared memory is poison when a block begins, and what is beside an array must be poison when it ends. Each block of a
-// cluster has its own copy of every array.
+// Shared memory is poison when a block begins, and the bytes around each array must still be poison when it ends. Each
+// block of a cluster has its own copy of every array.
 #include "shared_memory.h"
 
 #include <sys/mman.h>
@@ -15,12 +15,12 @@ namespace emulation {
 namespace {
 
 constexpr size_t kGuardBytes = 1024;
-constexpr size_t kDynamicBytes = 4 * kPage;  // of which a launch asks for the last
+constexpr size_t kDynamicBytes = 4 * kPage;  // a launch uses the last of these
 static_assert(kDynamicBytes >= kMostShared + kGuardBytes);
 
 struct SharedArray {
-  unsigned char* begin;  // of the copy of the first block
-  size_t stride;         // to that of the next
+  unsigned char* begin;  // of the first block's copy
+  size_t stride;         // to the next block's copy
   size_t before, array, after;
   Place place;
 
@@ -30,7 +30,7 @@ struct SharedArray {
 
 constexpr size_t kDynamicStride = kDynamicBytes + 2 * kPage;
 
-// Every copy between two pages that must not be touched.
+// Every block's copy lies between two guard pages.
 unsigned char* map_dynamic_shared() {
   unsigned char* first = map_between_guards(kMostBlocks * kDynamicStride);
   for (size_t rank = 0; rank < kMostBlocks; ++rank) {
@@ -47,7 +47,7 @@ bool is_poison(const unsigned char* begin, const unsigned char* end) {
   return std::all_of(begin, end, [](unsigned char byte) { return byte == poison; });
 }
 
-// What a launch asks for lies at the end.
+// The bytes of a launch lie at the end, next to the guard page.
 SharedArray dynamic_array() {
   const size_t after = (16 - dynamic_bytes % 16) % 16;
   unsigned char* end = dynamic_begin + kDynamicBytes;
@@ -62,7 +62,7 @@ void for_arrays(Function function) {
 
 }  // namespace
 
-// Memory between two pages that must not be touched.
+// Memory between two guard pages.
 unsigned char* map_between_guards(size_t bytes) {
   void* begin = mmap(nullptr, bytes + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (begin == MAP_FAILED) abort();
@@ -106,13 +106,13 @@ void* find_shared(const void* address, size_t rank, size_t other) {
 namespace {
 
 constexpr uint32_t kRankShift = 24, kArrayShift = 18;
-static_assert(kDynamicBytes == size_t{1} << kArrayShift);  // what a descriptor of wgmma can name
+static_assert(kDynamicBytes == size_t{1} << kArrayShift);  // the range of a wgmma descriptor
 
-// Where the address 0 of an array would be: of dynamic shared memory, which comes first, or of a static array.
+// The pointer of address 0 of an array: of dynamic shared memory, which comes first, or of a static array.
 unsigned char* origin(size_t number, size_t rank) {
   if (number == 0) return dynamic_begin + rank * kDynamicStride;
   const SharedArray& array = static_arrays[number - 1];
-  return array.copy(rank) - reinterpret_cast<uintptr_t>(array.begin) % 1024;  // for every block the same offset
+  return array.copy(rank) - reinterpret_cast<uintptr_t>(array.begin) % 1024;  // the same offset for every block
 }
 
 SharedArray array_of(size_t number) { return number == 0 ? dynamic_array() : static_arrays[number - 1]; }

@@ -1,8 +1,9 @@
 // Copies of boxes between global and shared memory, pairs of words that are sent to shared memory, and barriers that
 // count arrivals and bytes.
 //
-// A copy is made at once, or as late as can be, or at random, as the order of threads is: who does not wait for it, or
-// overwrites what it reads, is found by one of these. Where a copy goes to is poison until it is made.
+// A copy happens at once, as late as possible or at a random time, depending on the order of threads. So one of the
+// runs finds a kernel that does not wait for a copy, or overwrites its source. The target is poison until the copy
+// happens.
 #include <algorithm>
 #include <vector>
 
@@ -13,10 +14,10 @@
 namespace emulation {
 namespace {
 
-// What the eight bytes of a barrier in shared memory are here.
+// The eight bytes of a barrier in shared memory, as the emulation uses them.
 struct PhaseBarrier {
   static constexpr uint8_t kBegun = 0xB7;
-  int32_t bytes;  // that were announced and have not come
+  int32_t bytes;  // announced, and not arrived yet
   uint8_t begun, phase, expected, pending;
 };
 static_assert(sizeof(PhaseBarrier) == 8);
@@ -26,17 +27,17 @@ struct Copy {
   Box box;
   uint32_t barrier;
   int fiber;
-  size_t rank;      // to, or from
-  int64_t of_group;  // a store: of its thread; -1 not committed yet. A load: -2. A pair that is sent: -3
+  size_t rank;      // of the block whose shared memory it reads or writes
+  int64_t of_group;  // of a store: its thread's group, -1 if not committed yet. Of a load: -2. Of a sent pair: -3
   Place place;
   std::array<uint32_t, 2> pair;
 };
 constexpr int64_t kNoGroup = -1, kLoad = -2, kPair = -3;
 
 std::vector<Copy> copies;
-int64_t groups[kMostFibers];  // of stores that were committed
+int64_t groups[kMostFibers];  // of committed stores, by thread
 
-// A copy that the scheduler makes is of no thread, which `fail` would name.
+// Reports a failure of a copy. The scheduler may run it, when there is no current thread for `fail` to name.
 void tell_at(const Place& place, const char* sentence) {
   if (!failed()) tell("%s:%u: %s", place.file_name(), place.line(), sentence);
 }
@@ -56,7 +57,8 @@ void end_phase_when_complete(PhaseBarrier& barrier) {
   wake(&barrier);
 }
 
-// Calls function(in global memory, in shared memory, bytes) for every 16 bytes of a box; null outside of the matrix.
+// Calls function(global address, shared address, bytes) for every 16 bytes of a box. The global address is null outside
+// of the matrix.
 template <typename Function>
 void for_pieces(const Copy& copy, Function function) {
   const CUtensorMap& map = copy.map;
@@ -162,7 +164,7 @@ void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place) {
   if (blocks == 0) return begin_copy(box, barrier, current_rank(), kLoad, place);
   for (size_t rank = 0; blocks >> rank != 0; ++rank) {
     if (!(blocks >> rank & 1)) continue;
-    address_in_block(box.shared, rank, place);  // it must run
+    address_in_block(box.shared, rank, place);  // fails unless that block runs
     begin_copy(box, barrier, rank, kLoad, place);
   }
 }

@@ -1,4 +1,4 @@
-// Barriers, what the lanes of a warp do together, and what the blocks of a cluster do.
+// Barriers, and the operations of a warp's lanes and of a cluster's blocks.
 #pragma once
 
 #include "fibers.h"
@@ -51,7 +51,7 @@ T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32, Place plac
 template <typename T, typename Operation>
 T emulation_reduce(const char* what, unsigned mask, T value, Place place, Operation operation) {
   const uint64_t* lanes = emulation::warp_exchange(what, mask, static_cast<uint64_t>(value), place);
-  T result = value;  // counted twice, which only a sum minds
+  T result = value;  // this lane counts twice, which matters only for a sum
   for (int i = 0; i < emulation::kLanes; ++i) {
     if (mask >> i & 1) result = operation(result, static_cast<T>(lanes[i]));
   }

@@ -1,4 +1,5 @@
-// Products of a warpgroup by the tensor cores, made when all its threads wait for them; and barriers with numbers.
+// Products of a warpgroup on the tensor cores, which are computed when all its threads wait for them, and numbered
+// barriers (bar.sync).
 #pragma GCC optimize("O3")
 
 #include <algorithm>
@@ -14,12 +15,12 @@ namespace {
 
 constexpr int kWarpgroup = 128, kRows = 64, kColumns = 128, kDepth = 32, kNumbers = 16;
 
-// Of a thread: what was asked for, how much of it each group that was committed ends with, and who waits.
+// A thread's products that are not computed yet, the number of them at the end of each committed group, and its wait.
 struct Asked {
   std::vector<Multiplication> multiplications;
   std::deque<size_t> groups;
   bool begun = false, waits = false;
-  size_t count = 0;  // that it waits for
+  size_t count = 0;  // of products that it waits for
 };
 
 Asked asked[kMostFibers];
@@ -34,7 +35,7 @@ Descriptor descriptor_of(uint64_t bits) {
           static_cast<uint32_t>(bits >> 62)};
 }
 
-// Rows of 32 elements in shared memory, as floats.
+// Reads rows of 32 elements from shared memory as floats.
 void read_rows(uint64_t bits, Format format, int rows, float (*out)[kDepth]) {
   float table[256];
   for (uint32_t i = 0; i < 256; ++i) table[i] = decode(format, i);
@@ -51,7 +52,7 @@ void read_rows(uint64_t bits, Format format, int rows, float (*out)[kDepth]) {
   }
 }
 
-// Calls function(sum of a thread, row, column) for all.
+// Calls function(a thread's sum, row, column) for all sums.
 template <typename Function>
 void for_sums(int first, size_t number, Function function) {
   for (int thread = 0; thread < kWarpgroup; ++thread) {
@@ -107,7 +108,7 @@ void multiply(const Multiplication& multiplication, Place place) {
   Asked& self = asked[current];
   if (!self.begun) fail("%s:%u: wgmma without a fence before", place.file_name(), place.line());
   if (block_fibers % kWarpgroup != 0) fail("wgmma in a block that is not of whole warpgroups");
-  if (!multiplication.adds) std::fill(multiplication.d, multiplication.d + 64, NAN);  // until it is waited for
+  if (!multiplication.adds) std::fill(multiplication.d, multiplication.d + 64, NAN);  // until the thread has waited
   self.multiplications.push_back(multiplication);
 }
 

@@ -1,12 +1,12 @@
-"""The activation kernels on a GPU: bit for bit where arithmetic is exact, else against float64 rounded so; then speed.
+"""The activation kernels on a GPU: bit for bit where arithmetic is exact, else against rounded float64; then speed.
 
     python tests/gpu/activation_check.py --output activation_check.json      # about three minutes on an H200
     python tests/gpu/activation_check.py --self-test                      # the references, with small arrays, on a CPU
 
-Every program runs twice, over memory filled with two different patterns before. What the ReLUs make is exact, signs of
-zeros included. Of the others nearly all FP8 values must be those of float64, and the rest one step beside: the kernels'
-float32 is off by some 2**-22, which shows where it decides a rounding. Ends with a table of timings, one line per group
-of checks, and exit code 1 when anything is wrong.
+Every program runs twice, each time over memory filled with another pattern. The ReLUs are exact, signs of zeros
+included. Of the other activations nearly all FP8 values must equal those of float64, and the rest may be one step off:
+the kernels' float32 has an error of some 2**-22, which matters where it decides a rounding. Ends with a table of
+timings, one line per group of checks, and exit code 1 if a check failed.
 """
 
 import itertools
@@ -80,7 +80,7 @@ class Case:
         return random.standard_normal(self.shape, dtype=np.float32).astype(self.source), x.astype(self.source)
 
     def fused(self, dy, x, scale):
-        """The pair; the sums of a gradient, and what it makes beside: the activated tensor, columnwise."""
+        """The pair; of a gradient also its sums and its companion, the columnwise activated tensor."""
         cast = Cast.with_scale(self.dtype, scale)
         if not self.backward:
             return activation_quantize(x, self.activation, cast), None, None
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def activated_dtype(self):
-        """The other format, so that one taken for the other is noticed."""
+        """The other format, so that a mix-up of the two is noticed."""
         return E5M2 if self.dtype == E4M3 else E4M3
 
     def amax(self, dy, x):
@@ -98,7 +98,7 @@ class Case:
         )
 
     def everything(self, dy, x, scale):
-        """Values, transpose, amax, scale; the amax measured alone; the sums of a gradient and what it makes beside."""
+        """Values, transpose, amax, scale; the amax kernel's amax; of a gradient also its sums and companion."""
         pair, sums, activated = self.fused(dy, x, scale)
         values, transposed, scale, amax = pair.arrays
         beside = None if activated is None else activated.values
@@ -113,7 +113,7 @@ class Case:
 
 
 def exact(case: Case, dy, x) -> np.ndarray:
-    """What the ReLUs make, operation by operation in NumPy float32, rounded to the dtype of x."""
+    """The results of the ReLUs, operation by operation in NumPy's float32, rounded to the dtype of x."""
 
     def relu(x):
         return np.where(x <= 0, np.float32(0), x)
@@ -188,7 +188,7 @@ def check_case(report: Report, case: Case, inputs=None):
 
 
 def check_activated(report: Report, case: Case, x, activated):
-    """What a gradient makes beside is what the forward would have written, bit for bit; by another scale it is not."""
+    """A gradient's companion has the bits that the forward would write. Negative control: another scale."""
 
     def of_the_forward(scale):
         cast = Cast.with_scale(case.activated_dtype, scale)
@@ -202,7 +202,7 @@ def check_activated(report: Report, case: Case, x, activated):
 
 
 def check_sums(report: Report, case: Case, dy, x, results):
-    """Values, amax and sums of a gradient follow from its elements, as the kernel itself makes these."""
+    """Values, amax and sums of a gradient follow from its elements as the kernel computes them."""
     values, _, amax, _, _, sums, _ = results
     own = elements(case, dy, x)
     quantized = reference.quantize(own, case.dtype, SCALE)[0]
@@ -232,7 +232,7 @@ def elements(case: Case, dy, x) -> np.ndarray:
 
 
 def error_of_sums(sums, elements) -> np.ndarray:
-    """Of each column, as a share of what float32 may lose."""
+    """The error of each column's sum, relative to what float32 may lose."""
     exact, magnitudes = (array.astype(np.float64).sum(axis=0) for array in (elements, np.abs(elements)))
     return np.abs(sums - exact) / (ADDITIONS * magnitudes + 1e-30)
 
@@ -282,7 +282,7 @@ def check_another_function(report: Report):
 
 
 def check_every_bfloat16(report: Report):
-    """As x, beside dy and linear of one: NaN for NaN only, finite for finite, bit for bit where exact."""
+    """Special x with dy and linear of one: NaN for NaN only, finite for finite, bit for bit where exact."""
     x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
     if not on_gpu():  # XLA's CPU compiler flushes subnormal numbers
         x = np.where(np.abs(x.astype(np.float32)) < 2.0**-126, np.zeros((), x.dtype), x)
@@ -369,7 +369,7 @@ def check_graphs(report: Report):
 
 
 def check_beyond_2_to_31_elements(report: Report):
-    """The last rows and the last columns, and an amax in the last place of all."""
+    """The last rows and columns are right, and an amax that is the very last element."""
     rows, width = (2**17 + 144, 2**14) if on_gpu() else (272, 64)
     x = jax.jit(lambda key: jax.random.normal(key, (rows, width), jnp.bfloat16).at[-1, -1].set(99))(jax.random.key(0))
     cast = Cast.with_scale(E4M3, SCALE)
@@ -476,7 +476,7 @@ def time_everything(report: Report):
             "values, transpose": lambda dy, x, case=case: case.fused(dy, x, SCALE),
             "amax alone": lambda dy, x, case=case: case.amax(dy, x),
         }
-        if not backward:  # as a layer takes it
+        if not backward:  # as a layer calls it
             sizes["values"] = 2 * int(read) + int(made)
             calls["values"] = lambda dy, x, case=case: activation_quantize(
                 x, case.activation, Cast.with_scale(E4M3, SCALE), orientations="rowwise"

@@ -3,10 +3,10 @@
     python tests/gpu/adam_check.py --output adam_check.json      # about a minute on an H200
     python tests/gpu/adam_check.py --self-test                  # the reference against NumPy, small arrays, on a CPU
 
-Steps follow each other on donated arrays, as in training. A NaN is a NaN whatever its payload; everything else is
-compared byte for byte. Subnormal numbers, which XLA's CPU compiler flushes to zero, are compared with NumPy only, and
-only on a GPU. Ends with one line per group of checks, and with exit code 1 when anything is wrong. How fast it is,
-`benchmarks/optimizer_step.py` says.
+Steps follow each other on donated arrays, as in training. All NaNs count as equal; all other results are compared byte
+for byte. Subnormal numbers, which XLA's CPU compiler flushes to zero, are compared with NumPy only, and only on a GPU.
+Ends with one line per group of checks, and with exit code 1 if a check failed. `benchmarks/optimizer_step.py` measures
+its speed.
 """
 
 import itertools
@@ -49,7 +49,7 @@ class Mode:
 
 F32, BF16, F16, U16 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16
 FP8 = (np.dtype(E4M3), np.dtype(E5M2))
-EDITED = 5  # every so many params were changed beside their masters
+EDITED = 5  # every fifth param was changed without its master
 MOMENTS = tuple(itertools.product((F32, BF16, E4M3, E5M2), repeat=2))
 WEIGHTS = (  # param, master, values
     (F32, None, None),
@@ -97,7 +97,7 @@ SHARDS = {
     "a long one": ((1001,), (2**32 - 1,), (2**32 - 1002,)),
 }
 
-# Leaves side by side in one cast: their rows, and the columns of each.
+# Leaves side by side in a shared cast: their rows, and the columns of each leaf.
 SHARED_SHAPES = ((144, (96, 32, 16)), (16, (128, 144)), (272, (16, 16, 16)), (128, (128, 256)))
 LARGE_SHARED_SHAPES = ((4096, (4096, 1024, 1024)), (1024, (2816, 2816)))
 SHARED_MODES = (
@@ -107,7 +107,7 @@ SHARED_MODES = (
     Mode(F16, (F32, BF16), (F16, F16, None), decays=False),
 )
 
-# The same with a scale for each square of 128 x 128: whole ones, cut ones, and several leaves in one row of them.
+# The same with a scale for each square of 128 x 128: whole and cut squares, and several leaves in a row of squares.
 TILED_SHAPES = ((144, (128, 48)), (16, (144,)), (272, (256, 128, 16)), (128, (128,)), (400, (272,)), (16, (16,)))
 LARGE_TILED_SHAPES = ((4096, (4096, 1024, 1024)), (1024, (2816, 2816)), (4112, (1040,)))
 FORMULAS = (ScaleFormula(power_2_scale=True), ScaleFormula(), ScaleFormula(margin=2, amax_epsilon=3.0))
@@ -163,7 +163,7 @@ def square_cast(matrix, formula: ScaleFormula) -> Fp8Array:
 
 
 def wide(array) -> np.ndarray:
-    """An array, FP8 with its scale, as flat float32."""
+    """An array, FP8 times its scale, as flat float32."""
     if isinstance(array, Fp8Array):
         return wide(array.values) * array.scale
     return np.asarray(array).reshape(-1).astype(np.float32)
@@ -235,7 +235,7 @@ class Draw:
         return cut.astype(dtype).reshape(shape)
 
     def leaf(self, shape, mode: Mode) -> Leaf:
-        """What a leaf keeps from step to step."""
+        """The arrays of a leaf that persist from step to step."""
         param, master, values = mode.weight
         mu, nu = (self.normal(shape, dtype) for dtype in mode.moments)
         if master == U16:
@@ -286,31 +286,31 @@ class Draw:
         return Fp8Array(np.zeros(shape, E4M3), self.normal(tiles_of(shape, SQUARE), np.float32), SQUARE)
 
     def scale(self) -> np.float32:
-        """Some FP8 moments saturate with it, most do not."""
+        """A scale at which some FP8 moments saturate, and most do not."""
         return np.float32(self.random.uniform(4e-3, 8e-3))
 
     def scaled(self, moment):
         return Fp8Array(moment, self.scale()) if moment.dtype in FP8 else moment
 
     def inputs(self, leaf: Leaf, gradient_dtype) -> dict:
-        """What is new at every step: the gradient, and the scales to write with."""
+        """The inputs that are new in every step: the gradient, and the scales to write with."""
         scales = {name: self.scale() for name in ("scale", "mu_scale", "nu_scale")}
         return {"gradient": self.normal(leaf.mu.shape, gradient_dtype), **scales}
 
 
 def rounded(master: np.ndarray, dtype) -> np.ndarray:
-    """The params of masters."""
+    """The params that belong to masters."""
     with np.errstate(all="ignore"):
         return master.astype(np.float32).astype(dtype)
 
 
 def assembled(leaf: Leaf, inputs: dict) -> Leaf:
-    """A leaf as the op takes it."""
+    """A leaf as the operation's argument."""
     return replace(leaf, **inputs)
 
 
 def bare(leaf: Leaf) -> Leaf:
-    """A leaf as it is kept: what is donated, and nothing else."""
+    """The persistent arrays of a leaf: those that are donated, and no others."""
     return replace(leaf, gradient=None, scale=None, mu_scale=None, nu_scale=None)
 
 
@@ -349,7 +349,7 @@ shared_in_place = jax.jit(update_shared, static_argnums=6, donate_argnums=(0, 1)
 
 
 def on_the_cpu(leaves, *args):
-    """The reference."""
+    """The same step by the `jnp` reference."""
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.device_get(apart(leaves, *args))
 
@@ -382,7 +382,7 @@ def poison(pattern: int):
 
 
 def comparable(array) -> np.ndarray:
-    """The bytes of an array, with one payload for every NaN."""
+    """The bytes of an array, in which all NaNs have the same payload."""
     array = np.asarray(array)
     if array.dtype.itemsize == 1 or array.dtype == np.uint16:
         return as_bytes(array)
@@ -437,7 +437,7 @@ def check_shapes(report: Report):
 
 
 def check_largest_shape(report: Report):
-    """A vocabulary's embedding; the reference needs no minute for it, as NumPy would."""
+    """The embedding of a vocabulary, against the reference; NumPy would take a minute."""
     draw = Draw(2)
     shape = LARGEST_SHAPE if on_gpu() else (160, 64)
     for mode in (SIX_MODES[1], SIX_MODES[4]):
@@ -446,7 +446,7 @@ def check_largest_shape(report: Report):
 
 
 def check_many_leaves(report: Report):
-    """More than one launch holds, so that the leaf numbers of the second count on."""
+    """More leaves than one launch holds: the leaf numbers of the second launch continue those of the first."""
     draw = Draw(3)
     modes = [SIX_MODES[number % 5] for number in range(1000 if on_gpu() else 10)]
     leaves = [draw.leaf(SMALL_SHAPES[number % 8], mode) for number, mode in enumerate(modes)]
@@ -455,7 +455,7 @@ def check_many_leaves(report: Report):
 
 
 def check_launches(report: Report):
-    """A tree in several custom calls: leaf numbers count on, and shared casts stay whole."""
+    """A tree in several custom calls: leaf numbers continue, and shared casts are not split."""
     draw = Draw(11)
     leaves, shared = draw.side_by_side(SHARED_SHAPES, SHARED_MODES)
     pairs, apart = [cast.pair for cast in shared], [replace(cast, pair=None) for cast in shared]
@@ -520,7 +520,7 @@ def check_casts_by_tile(report: Report):
 
 
 def check_special_values(report: Report):
-    """Every special gradient with every special master and moment, at rates that move a master or leave it on a tie."""
+    """Every special gradient with every special master and moment, at rates that move a master or keep it on a tie."""
     draw = Draw(4)
     special = np.array(ORDINARY + TIES + (TINY if on_gpu() else ()), np.float32)
     gradient, master, moment = (grid.reshape(-1) for grid in np.meshgrid(special, special, special[::3]))
@@ -573,7 +573,7 @@ def check_all_16_bit_patterns(report: Report):
 
 
 def check_what_is_written(report: Report):
-    """A skipped step leaves every byte; donated arrays are updated where they lie; others stay as they were."""
+    """A skipped step changes no byte. Donated arrays are updated in place, and others stay unchanged."""
     draw = Draw(6)
     modes = SIX_MODES[:: 1 if on_gpu() else 3]
     leaves = [draw.leaf((48, 32), mode) for mode in modes]
@@ -601,7 +601,7 @@ def check_what_is_written(report: Report):
 
 
 def check_shards(report: Report):
-    """Leaves of which a device would have a shard: each element is rounded by its index in the whole leaf."""
+    """Shards of leaves: each element is rounded by its index in the whole leaf."""
     draw = Draw(13)
     modes = [SIX_MODES[2 + number % 4] for number in range(2 * len(SHARDS))]
     places = [(shape, Place(tuple(map(np.uint32, first)), whole)) for shape, whole, first in SHARDS.values()] * 2
@@ -626,7 +626,7 @@ def check_shards(report: Report):
 
 
 def check_controls(report: Report):
-    """What must be noticed: each of the numbers a step depends on, off by the least that it can be."""
+    """Negative controls: each number of a step, changed by the least amount, must change the result."""
     draw = Draw(7)
     leaves = [draw.leaf((144, 80), Mode(F32, (F32, nu), (F32, None, E4M3))) for nu in (F32, E4M3)]
     inputs, numbers = [draw.inputs(leaf, F32) for leaf in leaves], numbers_of_step(1)
@@ -694,7 +694,7 @@ def check_over_2_to_31_elements(report: Report):
         updated, param=jax.lax.dynamic_update_slice(updated.param, jnp.full((1, 1), 99, BF16), (rows - 1, cols - 1))
     )
     report.expect("over 2**31 elements", not consistent(spoiled)[0], "one wrong element is not noticed")
-    for at in (0, rows // 2, rows - 1):  # moments are rounded by their index
+    for at in (0, rows // 2, rows - 1):  # the rounding of moments depends on the index
         one = jax.tree.map(lambda x, at=at: x[at] if x.ndim else x, updated)
         one = replace(one, cast=replace(one.cast, columnwise=None))
         index = np.uint64(at * cols) + np.arange(cols, dtype=np.uint64)
@@ -703,7 +703,7 @@ def check_over_2_to_31_elements(report: Report):
 
 
 def check_graphs(report: Report):
-    """The same bytes from a CUDA graph, captured, replayed and updated, as without one."""
+    """A CUDA graph, captured, replayed and updated, gives the same bytes as a run without one."""
     draw = Draw(9)
     modes = SIX_MODES[:: 1 if on_gpu() else 3]
     start = [draw.leaf((144, 80), mode) for mode in modes]

@@ -3,10 +3,10 @@
     python tests/gpu/attention_check.py --output attention_check.json
     python tests/gpu/attention_check.py --self-test                      # XLA's attention, on a CPU
 
-Each sequence, each document is compared with itself alone, in float32: results, and gradients of queries, keys and
-values. What is padding must be zeros, whatever stands there, and an empty sequence no NaN. Timed are attention by
-lengths beside attention of all, and by the mask of documents; and the pass that drops and adds beside one that adds.
-Ends with one line per timing and per group of checks, and with exit code 1 when anything is wrong.
+Each sequence and each document is compared with itself alone in float32: results, and gradients of queries, keys and
+values. Padding must give zeros, whatever it holds, and an empty sequence no NaN. The script times attention by lengths
+next to attention over everything, and by the mask of documents; and the pass that drops and adds next to one that only
+adds. Ends with one line per timing and per group of checks, and with exit code 1 if a check failed.
 """
 
 import sys
@@ -55,7 +55,7 @@ def lengths_of(longest: int) -> jax.Array:
 
 
 def passes(arrays, **options):
-    """Result and gradients."""
+    """The result and the gradients."""
 
     @jax.jit
     def run(query, key, value, gradient):
@@ -98,7 +98,7 @@ def check_padding(report: Report):
                 compare(report, "padding", found, alone(arrays, row, own, own, causal), row, (own,) * 4, what)
                 nothing = not any(array[row, length:].any() for array in found)
                 report.expect("padding is zeros", nothing, f"{what}, row {row}")
-            large = [x.at[0, -1].set(1e4) for x in arrays[:3]]  # what stands in padding
+            large = [x.at[0, -1].set(1e4) for x in arrays[:3]]  # large numbers in the padding
             shorter = lengths.at[0].set(seq - 1)
             same = [passes((*of, arrays[3]), **options, lengths=shorter)[0] for of in (arrays[:3], large)]
             report.expect("padding is read by nobody", bool((same[0] == same[1]).all()), what)  # -0 is 0 here
@@ -147,7 +147,7 @@ def check_documents_of_another_sequence(report: Report):
 
 
 def check_dropout(report: Report):
-    """What a GPU draws is what a CPU draws, and the pass down has the mask of the pass up."""
+    """A GPU draws the same mask as a CPU, and the backward has the mask of the forward."""
     # The gradient that comes in is not the result: XLA would take that with more bits than it has.
     arrays = tuple(jax.random.normal(jax.random.key(0), (3, *sizes(), 64), jnp.bfloat16))
     key = jax.random.key(1)
@@ -190,7 +190,7 @@ def time_attention(report: Report):
 
 
 def time_dropout(report: Report):
-    """Beside the addition alone, which moves the same 6 bytes an element."""
+    """Timed next to the addition alone, which moves the same 6 bytes per element."""
     shape, key = (8192, 4096), jax.random.key(0)
     xs = [jax.random.normal(jax.random.key(number), shape, jnp.bfloat16) for number in range(8)]
     pairs, moved = list(zip(xs, xs[1:] + xs[:1], strict=True)), 6 * shape[0] * shape[1]

@@ -3,8 +3,8 @@
     python tests/gpu/cross_entropy_check.py --output cross_entropy_check.json      # two minutes on an H200
     python tests/gpu/cross_entropy_check.py --self-test                # the reference in the kernels' place, on a CPU
 
-Every program runs twice, over memory filled with two different patterns before, and must give the same bytes. Ends with
-one line per timing and per group of checks, and with exit code 1 when anything is wrong.
+Every program runs twice, each time over memory filled with another pattern, and must give the same bytes. Ends with one
+line per timing and per group of checks, and with exit code 1 if a check failed.
 """
 
 import sys
@@ -67,13 +67,13 @@ def inputs(seed, shape, dtype, size=2.0):
 
 @partial(jax.jit, donate_argnums=0)
 def run(logits, labels, shares):
-    """Gradient, losses and lse of rows, the gradient where the logits were."""
+    """Gradient, losses and lse of rows; the gradient overwrites the logits."""
     results = cross_entropy_gradient(logits[None], labels[None], shares[None], Z_LOSS)
     return [array[0] for array in results]
 
 
 def computed(logits, labels, shares):
-    """What two runs over poison found, as NumPy arrays; `run` eats its first argument."""
+    """The results of two runs over poison, as NumPy arrays; `run` donates its first argument."""
     return twice_over_poison(lambda *arrays: run(jnp.array(arrays[0]), *arrays[1:]), logits, labels, shares)
 
 
@@ -81,7 +81,7 @@ def computed(logits, labels, shares):
 
 
 def errors(got, wanted, dtype, shares) -> dict[str, bool]:
-    """Which results are as they should be."""
+    """Which results are right."""
     gradient, loss, lse = got
     right = {
         "lse": bool(np.allclose(lse, wanted[2], rtol=LSE, atol=LSE)),
@@ -111,7 +111,7 @@ def check_rows(report: Report):
 
 
 def check_large_logits(report: Report):
-    """A maximum that rises from thread to thread, and logits beyond what float32's exponential takes."""
+    """A maximum that rises from thread to thread, and logits at which float32's exponential overflows."""
     for shape in ((64, 50304), (64, 50257)) if on_gpu() else ((4, 80), (4, 77)):
         for dtype in (jnp.bfloat16, jnp.float32) if on_gpu() else (jnp.bfloat16,):
             logits, labels, shares = inputs(5, shape, np.float32)
@@ -124,7 +124,7 @@ def check_large_logits(report: Report):
 
 
 def check_controls(report: Report):
-    """Another label, another share, no z-loss or a row of zeros is noticed."""
+    """Negative controls: another label, another share, no z-loss or a row of zeros fails."""
     logits, labels, shares = inputs(3, (64, 4096) if on_gpu() else (4, 80), jnp.bfloat16)
     shares[0] = 1
     got, _ = computed(logits, labels, shares)
@@ -146,7 +146,7 @@ def check_controls(report: Report):
 
 
 def check_special_values(report: Report):
-    """Rows that are not finite, or have a label that is no token, spoil no other row."""
+    """Rows that are not finite, or whose label is no token, change no other row."""
     for shape in ((64, 50304), (64, 50257), (64, 128251), (16, 70)) if on_gpu() else ((16, 80), (16, 77)):
         logits, labels, shares = inputs(4, shape, jnp.bfloat16)
         clean, _ = computed(logits, labels, shares)
@@ -166,7 +166,7 @@ def check_special_values(report: Report):
 
 
 def check_many_elements(report: Report):
-    """More than 2**31 elements: the last rows are what they are alone."""
+    """More than 2**31 elements: the last rows are the same as alone."""
     if not on_gpu():
         return
     for shape in ((44032, 50304), (44032, 50257)):
@@ -214,7 +214,7 @@ def check_weight_gradient(report: Report):
 
 
 def check_head(report: Report):
-    """Loss and gradients of a head by chunks, against float64."""
+    """Loss and gradients of a head computed in chunks, against float64."""
     batch, seq, hidden, vocab = (2, 256, 128, 50304) if on_gpu() else (2, 8, 16, 80)
     x, weight = draw(1, (batch, seq, hidden), jnp.bfloat16, 0.5), draw(2, (vocab, hidden), np.float32, 0.3)
     labels = np.random.default_rng(3).integers(0, vocab, (batch, seq)).astype(np.int32)
@@ -235,7 +235,7 @@ def check_head(report: Report):
 
 
 def check_graphs(report: Report):
-    """The same bytes from a CUDA graph, captured and replayed, as without one."""
+    """A CUDA graph, captured and replayed, gives the same bytes as a run without one."""
     if not on_gpu():
         return
 
@@ -296,7 +296,7 @@ def check_refusals(report: Report):
 
 
 def seconds_in_place(function, batches) -> float:
-    """Of one call that overwrites its first argument: three in a row less one, so that copying it does not count."""
+    """The time of a call that overwrites its first argument: three in a row minus one, which cancels the copy."""
 
     def repeated(times, first, *others):
         for _ in range(times):
@@ -308,7 +308,7 @@ def seconds_in_place(function, batches) -> float:
 
 
 def plain_gradient(logits, labels, shares):
-    """What XLA makes of the formula."""
+    """The formula as XLA compiles it."""
     x = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(x, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(x, labels[..., None], axis=-1)
@@ -320,7 +320,7 @@ def plain_gradient(logits, labels, shares):
 
 @partial(jax.jit, static_argnums=1)
 def drawn_on_device(seed, shape):
-    """Logits, labels and shares as `inputs` has them, where the host would draw for longer than the kernel is timed."""
+    """Logits, labels and shares like those of `inputs`, drawn on the device: the host would take too long."""
     of_logits, of_labels, of_shares, of_zeros = jax.random.split(jax.random.key(seed), 4)
     labels = jax.random.randint(of_labels, (1, shape[0]), 0, shape[1])
     shares = jax.random.uniform(of_shares, labels.shape) * jax.random.bernoulli(of_zeros, 0.9, labels.shape)

@@ -1,14 +1,14 @@
-"""FP8 attention by cuDNN on a GPU: against its reference and against float32, and how long it takes beside bfloat16.
+"""FP8 attention by cuDNN on a GPU: against its reference and against float32, and its time next to bfloat16.
 
     python tests/gpu/fp8_attention_check.py --output fp8_attention_check.json
     python tests/gpu/fp8_attention_check.py --only check_passes                   # one part alone, or some
     python tests/gpu/fp8_attention_check.py --self-test                           # the reference, on a CPU
 
-What cuDNN returns is compared with what the `jnp` reference returns on the same device: E4M3 values with the same
-scales, amaxes, and the statistics of the softmax. Both are compared with attention in float32. cuDNN rounds weights
-relative to the largest score so far, the reference relative to the largest of all, so bits are not compared. Timed are
-forward and both passes, with the casts around them and without. Ends with one line per timing and per group of checks,
-and with exit code 1 when anything is wrong.
+cuDNN's results are compared with those of the `jnp` reference on the same device: E4M3 values with the same scales,
+amaxes, and the statistics of the softmax. Both are compared with attention in float32. cuDNN rounds weights relative to
+the largest score so far, the reference relative to the largest of all, so their bits differ. The script times the
+forward and both passes, with and without the casts around them. Ends with one line per timing and per group of checks,
+and with exit code 1 if a check failed.
 """
 
 import sys
@@ -62,7 +62,7 @@ def operands(kv_heads: int, tokens: int, batch: int = BATCH, heads: int = HEADS)
 
 
 def exact(arrays, causal):
-    """Output and gradients in float32, of what the arrays hold."""
+    """Output and gradients in float32, computed from the dequantized arrays."""
     query, key, value, doutput = (of.dequantize() for of in arrays)
     with jax.default_matmul_precision("highest"):
         output, pull = jax.vjp(partial(attention, causal=causal, implementation="xla"), query, key, value)
@@ -100,7 +100,7 @@ def passes(arrays, scales, causal, by_reference=False):
 
 
 def check_passes(report: Report):
-    """Every number that leaves the kernels."""
+    """Every result of the kernels."""
     for causal, kv_heads in CASES:
         what, arrays = f"{causal=} {kv_heads=}", operands(kv_heads, seq())
         scales = known_scales(arrays, causal, by_reference=True)
@@ -129,7 +129,7 @@ def check_passes(report: Report):
 
 
 def check_controls(report: Report):
-    """Another scale of anything that enters is another result: so none is left out, and none is another's."""
+    """Another scale of any input changes the result, so no scale is ignored or swapped."""
     arrays = operands(HEADS // 2, seq())
     scales = tuple(map(jnp.float32, (1e-8, 1e-7, 1e-7, 1e-6)))
     run = jax.jit(lambda *of: passes(of, scales, True))
@@ -143,7 +143,7 @@ def check_controls(report: Report):
 
 
 def check_order(report: Report):
-    """Scales in the order of JAX's own lowering are the scales of something else: gradients are then wrong."""
+    """JAX's own lowering orders the scales differently; with that order gradients are wrong."""
     if not on_gpu():
         return
     arrays = operands(HEADS, seq())
@@ -187,7 +187,7 @@ def check_apart(report: Report):
 
 
 def check_weights(report: Report):
-    """Why a constant scale serves them: cuDNN's own amax says that none is above 1. The output stays in its range."""
+    """The weights need only a constant scale: cuDNN's amax of them is at most 1. The output is in range."""
     query, key, value, _ = operands(HEADS, seq())
     if on_gpu():
         stats = jax.ShapeDtypeStruct((BATCH, HEADS, seq()), jnp.float32)

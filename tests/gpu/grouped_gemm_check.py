@@ -1,10 +1,10 @@
-"""The grouped GEMMs of experts on a GPU: against float64, and then speed beside one GEMM of as many multiplications.
+"""The grouped GEMMs of experts on a GPU: against float64, and then speed next to one GEMM with as many multiplications.
 
     python tests/gpu/grouped_gemm_check.py --output grouped_gemm_check.json    # some minutes on an H200
     python tests/gpu/grouped_gemm_check.py --self-test                         # the references in their place, on a CPU
 
-Every program runs twice, over memory filled with two different patterns before. Ends with one line per timing and per
-group of checks, and with exit code 1 when anything is wrong.
+Every program runs twice, each time over memory filled with another pattern. Ends with one line per timing and per group
+of checks, and with exit code 1 if a check failed.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def exact(x) -> np.ndarray:
 
 
 def dense(one, other, starts, is_gradient) -> np.ndarray:
-    """Group by group in float64: one product for the rows of each, or one gradient."""
+    """Group by group in float64: a product of each group's rows, or a weight's gradient from them."""
     groups = [slice(*bounds) for bounds in itertools.pairwise(starts)]
     if is_gradient:
         return np.stack([one[:, group] @ other[:, group].T for group in groups])
@@ -106,7 +106,7 @@ def check_product(report: Report, group, label, a, b, starts, dtype, is_gradient
 
 
 def check_what_is_behind(report: Report):
-    """Rows behind the last group are zeros in the result, and in no gradient, whatever they hold."""
+    """Rows after the last group become zeros, and add to no gradient, whatever they hold."""
     rng, starts = np.random.default_rng(1), jnp.int32([0, 128, 256])
     for tiled in (False, True):
         tiles = (LINE, SQUARE_OF_EACH, SQUARE) if tiled else (None,) * 3
@@ -138,7 +138,7 @@ SIZES = {"even": (2048,) * 8, "uneven": (6144, 3072, 2560, 1920, 1280, 896, 512,
 
 
 def time_products(report: Report):
-    """fprop, dgrad and wgrad, each beside one GEMM of as many multiplications."""
+    """fprop, dgrad and wgrad, each next to one GEMM with as many multiplications."""
     for (k, n), by_tile in itertools.product(TIMED, (False, True)):
         dy = E4M3 if by_tile else E5M2
         line, square, each = (LINE, SQUARE, SQUARE_OF_EACH) if by_tile else (None,) * 3

@@ -2,9 +2,9 @@
 
     python tests/gpu/kernel_check.py --output kernel_check.json      # under two minutes on an H200
 
-It calls the custom calls themselves, so that nothing of the Python side can hide a wrong byte. Every program runs
-twice, over memory filled with two different patterns before, so that a byte that was not written shows. Ends with one
-line per timing and per group of checks, and with exit code 1 when anything is wrong.
+It makes the custom calls itself, so that no Python code of the library can hide a wrong byte. Every program runs twice,
+and each time memory is filled with another pattern before, so a byte that no kernel writes is found. Ends with one line
+per timing and per group of checks, and with exit code 1 if a check failed.
 """
 
 import functools
@@ -41,7 +41,7 @@ WORKSPACE = jax.ShapeDtypeStruct((2**25,), jnp.uint8)
 AMAX = SCALE = jax.ShapeDtypeStruct((), jnp.float32)
 SCALAR = np.float32
 
-# How a scale comes from its source: as it lies there, at row 0, or from an amax by one of the rules below.
+# How a kernel gets its scale: the source's element at row 0 is the scale, or an amax for one of the rules below.
 GIVEN = {"row": np.int32(0), "from_amax": False, "margin": np.int32(0)}
 GIVEN |= {"amax_epsilon": SCALAR(0), "power_2_scale": False}
 FROM_AMAX = GIVEN | {"from_amax": True}
@@ -67,7 +67,7 @@ IN_A_GRAPH = {
 
 
 def scale_by(rule, amax, dtype):
-    """What the scale from an amax, or from each of several, must be by one of RULES."""
+    """The expected scale, by one of RULES, of an amax or of each amax of an array."""
     return (reference.scale_from_amax if "margin" in rule else reference.current_scale)(amax, dtype, **rule)
 
 
@@ -132,7 +132,7 @@ def gemm(
 
 
 def twice_over_poison(function, *args):
-    """Results of two runs, each after memory that the results may reuse was filled with another pattern."""
+    """Results of two runs. Before each, another pattern fills the memory that the results may reuse."""
     runs = []
     for pattern in (0xA5, 0x5A):
         poison = [jnp.full((64 << 20,), pattern, jnp.uint8), jnp.full((8 << 20,), pattern, jnp.uint8)]
@@ -207,7 +207,7 @@ def check_shapes(report: Report):
 
 
 def check_transpose(report: Report):
-    """Every byte in its place, be it a NaN of any pattern."""
+    """Every byte is in its place, also NaNs of every pattern."""
     random = np.random.default_rng(7)
     for shape in (*SHAPES, (48, 144), (144, 48), (1040, 4096), (32768, 2048)):
         bits = random.integers(0, 256, shape, dtype=np.uint8)
@@ -221,7 +221,7 @@ def check_transpose(report: Report):
 
 
 def amaxes() -> np.ndarray:
-    """Special values, what surrounds the limits, subnormals, and the rest of float32 log-uniformly."""
+    """Special values, numbers around the limits, subnormals, and other float32, drawn log-uniformly."""
     limits = np.float32([2.0**-126, 448 * 2.0**-126, 57344 * 2.0**-126, 1e-3, 0.7, 448, 57344, 2.0**127])
     around = np.concatenate([np.nextafter(limits, SCALAR(0)), limits, np.nextafter(limits, SCALAR(np.inf))])
     special = np.float32([0, -0.0, np.inf, np.nan, 2.0**-149, 1e-40, 2.0**-127, np.finfo(np.float32).max])
@@ -249,7 +249,7 @@ def check_scales(report: Report):
 
 
 def check_sources(report: Report):
-    """Every kernel with every kind of source: the bytes of the scale it must find, and the scale handed on."""
+    """Every kernel with every kind of source: the bytes of the expected scale, and the scale that it returns."""
     random = np.random.default_rng(5)
     vector = np.float32([0.0123, 2.0**-126, 7.3])
     for shape in ((256, 512), (129, 127), (4096, 1040), (0, 16), (16, 0)):  # by tiles, any, more than one block, empty
@@ -264,7 +264,7 @@ def check_sources(report: Report):
 
 
 def check_cases(report: Report, x, cases):
-    """All cases, each a source, how to read it and the scale that must come out, in one program."""
+    """All cases in one program; a case is a source, the rule to read it, and the expected scale."""
 
     def run(x, sources):
         hows = [how for _, how, _ in cases]
@@ -359,7 +359,7 @@ def check_gemm_alpha(report: Report):
     """alpha multiplies the product and not c: with operands scaled by it the product has the same bits."""
     random = np.random.default_rng(3)
     a, b, a_scale, b_scale, c = gemm_inputs(random, 256, 128, 64, (E4M3, E5M2), jnp.float32, False, True)
-    for alpha in (0.25, 0.5, 4):  # powers of two: nothing is rounded on the way
+    for alpha in (0.25, 0.5, 4):  # powers of two: alpha adds no rounding
         for addends in ((), (c,)):
             settings = {"dtype": jnp.float32, "has_c": bool(addends), "in_place": False}
             got = gemm(a, b, a_scale, b_scale, *addends, **settings, alpha=alpha)
@@ -397,7 +397,7 @@ def check_gemm_columns(report: Report):
 
 
 def check_side_by_side(report: Report):
-    """Matrices side by side are cast as the one matrix would be, with its sums."""
+    """Matrices side by side have the cast and the sums of their concatenation."""
     random = np.random.default_rng(8)
     for rows, widths in (
         (256, (128, 64, 64)),
@@ -423,7 +423,7 @@ def check_side_by_side(report: Report):
 
 
 def check_gemm_candidates(report: Report):
-    """Every algorithm that cuBLASLt offers is right, run after run; a rank past the list is refused, and all after."""
+    """Every algorithm that cuBLASLt offers is right in every run; all ranks past its list are refused."""
     random = np.random.default_rng(6)
     kinds = (((E4M3, E4M3), jnp.bfloat16, True, False, True), ((E4M3, E5M2), jnp.float32, False, True, False))
     for shape, (types, d_dtype, has_bias, has_c, fast) in itertools.product(CANDIDATE_SHAPES, kinds):
@@ -451,7 +451,7 @@ def check_gemm_candidates(report: Report):
 
 
 def check_gemm_in_place(report: Report):
-    """c donated and aliased is updated where it lies, and right, as c kept is."""
+    """A donated and aliased c is updated in place. The result is right, as it is with a c that stays."""
     random = np.random.default_rng(2)
     for d_dtype in (jnp.float32, jnp.bfloat16):
         inputs = gemm_inputs(random, 256, 128, 64, (E4M3, E5M2), d_dtype, False, True)
@@ -550,7 +550,7 @@ def check_refusals(report: Report):
 
 
 def check_graphs(report: Report):
-    """The same bytes from a CUDA graph, captured, replayed and updated, as without one."""
+    """A CUDA graph, captured, replayed and updated, gives the same bytes as a run without one."""
 
     def chain(x, w, scale):
         values, transposed, largest, scale = quantize_transpose(x, scale, E4M3)
@@ -622,7 +622,7 @@ def time_memory_bound(report: Report):
 
 
 def time_transpose(report: Report):
-    """Beside a copy of as many bytes and XLA's own transpose."""
+    """Timed next to a copy of as many bytes and XLA's own transpose."""
     for shape in TRANSPOSE_TIMED:
         keys = jax.random.split(jax.random.key(0), 16 if np.prod(shape) <= 2**25 else 4)
         words = [jax.random.bits(key, (*shape[:1], shape[1] // 4), jnp.uint32) for key in keys]

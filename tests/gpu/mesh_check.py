@@ -3,8 +3,8 @@
     python tests/gpu/mesh_check.py --output mesh_check.json      # two minutes on two H200s
     python tests/gpu/mesh_check.py --self-test                   # on the CPU's devices
 
-A small GPT takes three steps with each placement. What is the same maths in another order is close, and how close is
-printed: losses, gradients, FP8 scales. Ends with exit code 1 when anything is wrong.
+A small GPT takes three steps with each placement. The maths is the same in another order, so losses, gradients and FP8
+scales must be close; the script prints how close. Ends with exit code 1 if a check failed.
 """
 
 import sys
@@ -64,7 +64,7 @@ MODES = {  # the recipe, the mesh's axes, where variables lie, whether the batch
 
 
 def train(model, variables, tokens):
-    """Loss, gradients and FP8 state of a pass, as NumPy; the losses of some steps."""
+    """Loss, gradients and FP8 state of a pass, as NumPy arrays, and the losses of some steps."""
     loss_fn, tx = fp8.next_token_loss(model), fp8.fused_adamw(1e-3)
     first = jax.device_get(jax.jit(fp8.value_and_grad(loss_fn))(variables, tokens))
     state, losses = fp8.TrainState.create(variables=variables, tx=tx), []
@@ -76,7 +76,7 @@ def train(model, variables, tokens):
 
 
 def start(recipe):
-    """The model, and its variables with scales of their own: at a scale of 1 gradients are hardly more than noise."""
+    """The model, and its variables with suitable scales: at a scale of 1 gradients are hardly more than noise."""
     model = fp8.GPT(CONFIG, recipe=recipe)
     variables = jax.jit(model.init)(jax.random.key(0), batch()[:, :-1])
     state = jax.jit(fp8.warm_start(fp8.next_token_loss(model), recipe))(variables, jnp.asarray(batch()))
@@ -135,7 +135,7 @@ def check_shard_map(report: Report):
 
 
 def check_controls(report: Report):
-    """Another batch is noticed."""
+    """Negative control: another batch fails."""
     model, variables = start(DELAYED)
     run = jax.jit(fp8.value_and_grad(fp8.next_token_loss(model)))
     one, other = (jax.device_get(run(variables, jnp.asarray(tokens))) for tokens in (batch(), batch()[:, ::-1]))

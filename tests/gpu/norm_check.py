@@ -3,10 +3,9 @@
     python tests/gpu/norm_check.py --output norm_check.json      # a few minutes on an H200
     python tests/gpu/norm_check.py --self-test                   # the reference in the kernels' place, on a CPU
 
-What a row's mean and deviation are depends on the order of a sum, by an ulp or two; all that follows from them does
-not, and is compared byte for byte. Every program runs twice, over memory filled with two different patterns before, and
-must give the same bytes. Ends with one line per timing and per group of checks, and with exit code 1 when anything is
-wrong.
+A row's mean and deviation depend on the order of a sum, by an ulp or two. Everything computed from them does not, and
+is compared byte for byte. Every program runs twice, each time over memory filled with another pattern, and must give
+the same bytes. Ends with one line per timing and per group of checks, and with exit code 1 if a check failed.
 """
 
 import sys
@@ -54,10 +53,10 @@ SMALL = (((16, 16), jnp.bfloat16), ((33, 48), jnp.float16), ((48, 208), jnp.floa
 
 TIMED = ((16384, 2048), (8192, 4096))
 
-STATISTICS = 1e-6  # relative: of a mean, of the deviation; more where many terms are added up
+STATISTICS = 1e-6  # relative error of mean and deviation; more where many terms are added up
 CANCELLED = 1e-5  # absolute, where an element, of order one, and its bias almost cancel: steps are small there
 SAME = 0.99  # the least share of elements that float32 and float64 round the same way
-SUMS = 1e-5  # norm of the error of dscale and dbias, relative
+SUMS = 1e-5  # relative norm of the error of dscale and dbias
 GRADIENT = {jnp.float32: 1e-5, jnp.bfloat16: 3e-3, jnp.float16: 4e-4}  # of dx: one rounding
 
 
@@ -117,7 +116,7 @@ def gradients_of(dy, x, norm, residual, mean, rstd):
 
 
 def steps_apart(got, wanted) -> np.ndarray:
-    """How many FP8 numbers lie between."""
+    """How many FP8 numbers lie between two."""
     number = [as_bytes(x).astype(np.int16) for x in (got, wanted)]
     return np.abs(np.subtract(*(np.where(n < 128, n, 128 - n) for n in number)))
 
@@ -131,7 +130,7 @@ def relative(got, wanted) -> float:
 
 @partial(jax.jit, static_argnames="dtype")
 def forward(x, norm, scale, dtype):
-    """Everything that is asked of one x."""
+    """All calls for one x."""
     quantize = partial(norm_quantize, x, norm, EPSILON, Cast.with_scale(dtype, scale))
     both, (rowwise, _), (columnwise, _) = (quantize(orientations=which) for which in ("both", "rowwise", "columnwise"))
     return both, rowwise.rowwise, columnwise.columnwise, norm_amax(x, norm, EPSILON)
@@ -180,7 +179,7 @@ def check_quantize(report: Report):
 
 
 def check_forward_controls(report: Report):
-    """A bias, a scale, a rounding or a column that is left out is noticed."""
+    """Negative controls: without a bias, a scale, a rounding or a column the comparison fails."""
     x, norm = draw(1, (64, 2048), jnp.bfloat16), parameters("layernorm", 2048)
     (pair, statistics), *_ = jax.tree.map(np.asarray, forward(x, norm, SCALE, E4M3))
     given = statistics.mean, statistics.rstd
@@ -201,7 +200,7 @@ def check_forward_controls(report: Report):
 
 
 def check_special_values(report: Report):
-    """Rows of NaN, infinities, huge and equal numbers spoil no other row; the amax is NaN."""
+    """Rows of NaNs, infinities, huge or equal numbers change no other row; the amax is NaN."""
     for shape in ((64, 2048), (33, 100)):
         for name in NORMS:
             x, norm = draw(2, shape, jnp.float32), parameters(name, shape[1])
@@ -257,7 +256,7 @@ def check_backward(report: Report):
 
 
 def gradient_errors(got, wanted, source) -> dict[str, bool]:
-    """Which gradients are as they should be."""
+    """Which gradients are right."""
     dx, sums = got
     close = {"dx": relative(dx, wanted[0]) <= GRADIENT[source] if dx.size and np.any(wanted[0]) else True}
     if source != jnp.float32 and dx.size > 1000:
@@ -275,7 +274,7 @@ def check_gradients(report: Report, label, got, wanted, source):
 
 
 def check_backward_controls(report: Report):
-    """A gradient that leaves out a part is noticed."""
+    """Negative controls: a gradient without one of its parts fails."""
     x, dy, residual = (draw(i, (64, 2048), jnp.bfloat16) for i in range(3))
     norm = parameters("layernorm", 2048)
     exact = [array.astype(np.float32) for array in statistics_of(x, norm)]
@@ -297,7 +296,7 @@ def check_backward_controls(report: Report):
 
 
 def check_many_elements(report: Report):
-    """More than 2**31 elements: the last rows are what they are alone, and so are sums to which others add zeros."""
+    """More than 2**31 elements: the last rows are the same as alone, and so are sums to which others add zeros."""
     if not on_gpu():
         return
     for rows, n in ((2**20 + 48, 2048), (2**20 + 33, 2056)):  # vectors, and one element at a time
@@ -326,7 +325,7 @@ def check_many_elements(report: Report):
 
 
 def check_graphs(report: Report):
-    """The same bytes from a CUDA graph, captured and replayed, as without one."""
+    """A CUDA graph, captured and replayed, gives the same bytes as a run without one."""
     if not on_gpu():
         return
     norm = parameters("layernorm", 2048)

@@ -1,14 +1,15 @@
-"""What a loop of one's own is made of, on two GPUs, against `step(state, batch)` there; one of them takes one GPU.
+"""The parts of a custom training loop on two GPUs, against `step(state, batch)` on the same; one check takes one GPU.
 
     python tests/gpu/own_loop_check.py --output own_loop_check.json
     python tests/gpu/own_loop_check.py --self-test                   # on the CPU's devices
 
-    check_loops      value_and_grad and warm_start on a mesh by a jit of one's own: losses and FP8 state to the bit
+    check_loops      value_and_grad and warm_start on a mesh, in a user's own jit: losses and FP8 state to the bit
     check_pieces     start, accumulate_step, apply_step: float32 sums in another order
     check_delayed    value_and_grad(delay_wgrad_compute=True), backward_dw: the ordinary gradients
 
-With XLA's attention, where a GPU repeats its losses to the bit and gradients nearly; then once with cuDNN's, whose
-backward does not, so the step itself, run again, is the measure. Ends with exit code 1 when anything is wrong.
+The checks use XLA's attention, with which a GPU repeats its losses to the bit, and gradients nearly. One run uses
+cuDNN's, whose backward does not repeat bits: there a second run of the step gives the tolerance. Ends with exit code 1
+if a check failed.
 """
 
 import functools
@@ -62,7 +63,7 @@ def another_token() -> np.ndarray:
 
 @functools.cache
 def start(attention):
-    """Model, loss and first variables, on the host."""
+    """Model, loss and initial variables, on the host."""
     model = fp8.GPT(fp8.GPTConfig(**sizes()), recipe=RECIPE, attention_implementation=attention)
     variables = jax.jit(model.init)(jax.random.key(0), jnp.asarray(batch()[:, :-1]))
     return model, fp8.next_token_loss(model), jax.tree.map(np.asarray, variables)
@@ -89,7 +90,7 @@ def expect_within(report: Report, group: str, found: dict[str, float], limits: d
 
 
 def expect_beyond(report: Report, group: str, found: dict[str, float], limits: dict[str, float]):
-    """A negative control: losses, gradients and FP8 state are all too far away."""
+    """Negative control: losses, gradients and FP8 state must all be too far off."""
     for what in ("loss", "fp8 bytes", "gradient"):
         report.worst[f"{what}, control: {group}"] = found[what]
         report.expect("controls", found[what] > limits[what], f"{group} was not noticed by {what}")
@@ -114,7 +115,7 @@ def run_step(step, tx, variables, tokens, steps=STEPS):
 
 
 def compare_loop(report: Report, way: str, attention: str | None):
-    """A step that starts warm, and the same by hand. No microbatches."""
+    """A step with a warm start, and the same by hand, without microbatches."""
     parallel, (model, loss_fn, variables) = parallelism(way), start(attention)
     tx = hybrid.showing(optax.adamw(1e-3))
     gradient = fp8.value_and_grad(loss_fn, parallel=parallel)
@@ -148,14 +149,14 @@ def compare_loop(report: Report, way: str, attention: str | None):
 
 
 def repeated(again, wanted) -> dict[str, float]:
-    """What the step differs from itself, some times; and what it may at least."""
+    """How much the step differs from itself over some runs, and the least tolerance."""
     found = differences(again, wanted)
     print("the step, run again:", found, flush=True)
     return {what: max(AS_OFTEN * value, ANOTHER_ORDER[what]) for what, value in found.items()}
 
 
 def compare_pieces(report: Report, way: str, attention: str | None, cache_weights: bool = True):
-    """Two microbatches, driven, and as one step; from scales of their own."""
+    """Two microbatches in a custom loop, and as one step, both from suitable scales."""
     _, loss_fn, variables = start(attention)
     scales = jax.jit(fp8.warm_start(loss_fn, RECIPE))(variables, jnp.asarray(batch()))
     variables = {**variables, "fp8": jax.tree.map(np.asarray, scales)}

@@ -3,11 +3,12 @@
     python tests/gpu/pipeline_check.py --output pipeline_check.json
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python tests/gpu/pipeline_check.py --self-test    # some minutes
 
-Every schedule: losses of three steps, the FP8 state after the first of them to the bit, and all gradients; and beside
-the first schedule all bits of the losses and of the FP8 state. With four GPUs also pipe=4, and pipe=2 beside tensor=2,
-against tensor=2. Negative control: one microbatch is another. Ends with exit code 1 when anything is wrong.
+For every schedule it compares the losses of three steps, the FP8 state after the first step to the bit, and all
+gradients. All schedules must also have the same bits of losses and FP8 state as the first one. With four GPUs also
+pipe=4, and pipe=2 with tensor=2 against tensor=2. Negative control: another microbatch. Ends with exit code 1 if a
+check failed.
 
-Attention is apart from what is around it (tests/attention_apart.py), and so the same in all programs.
+Attention is not fused with its surroundings (tests/attention_apart.py), so it has the same bits in all programs.
 """
 
 import functools
@@ -55,7 +56,7 @@ def batch() -> np.ndarray:
 
 
 def another_microbatch() -> np.ndarray:
-    """The same batch, but for one microbatch of it."""
+    """The same batch except for one microbatch."""
     other = batch()
     other[1::MICROBATCHES] = np.random.default_rng(1).integers(0, sizes()["vocab_size"], other[1::MICROBATCHES].shape)
     return other

@@ -1,11 +1,11 @@
-"""Several processes on the GPUs of one host, against one process that has them all.
+"""Several processes on the GPUs of one host, against one process that has all of them.
 
     python tests/gpu/processes_check.py --output processes_check.json    # two processes, and one for each GPU
     python tests/gpu/processes_check.py --self-test                      # two processes of one CPU device each
 
-A small GPT takes three steps on each mesh. A loss is that of all rows, so it must be the same in all processes, and
-that of one; how many bytes of the FP8 state differ after the last step is printed. Negative control: in one more step a
-process has the rows of another one. Ends with exit code 1 when anything is wrong.
+A small GPT takes three steps on each mesh. The loss is that of all rows, so it must be the same in all processes, and
+the same as with one process. The script prints how many bytes of the FP8 state differ after the last step. Negative
+control: in one more step a process has the rows of another one. Ends with exit code 1 if a check failed.
 
 Each process runs this file: `processes_check.py PORT PROCESSES PROCESS RESULT`.
 """
@@ -52,7 +52,7 @@ def sizes() -> dict:
 
 
 def batch(number: int) -> np.ndarray:
-    """Each row has tokens of its own, so that other rows have another loss."""
+    """Each row has its own tokens, so that a swap of rows changes the loss."""
     of_a_row = sizes()["vocab_size"] // ROWS
     tokens = np.random.default_rng(number).integers(0, of_a_row, (ROWS, sizes()["max_seq_len"] + 1))
     return (tokens + of_a_row * np.arange(ROWS)[:, None]).astype(np.int32)
@@ -95,7 +95,7 @@ def train(axes: dict[str, int]) -> dict:
 
 
 def work(port: str, processes: str, process: str, result: str) -> None:
-    """What each process does."""
+    """The work of each process."""
     if int(processes) > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
     found = {str(axes): train(axes) for axes in meshes(jax.device_count())}
@@ -103,7 +103,7 @@ def work(port: str, processes: str, process: str, result: str) -> None:
 
 
 def run(devices: int, processes: int) -> list[dict]:
-    """What each of so many processes finds."""
+    """The results of each of `processes` processes."""
     environments, port = (gpus if on_gpu() else cpus)(devices // processes, processes), free_port()
     if on_gpu():
         environments = [environment | NOT_TIMED for environment in environments]

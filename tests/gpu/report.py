@@ -1,6 +1,7 @@
-"""What the checks on a GPU share: the report of what was compared, and the command line.
+"""The shared part of the checks on a GPU: the report of all comparisons, and the command line.
 
-A check is a function of a report; a script has a list of them, perhaps functions that time something, and a `main`:
+A check is a function that takes a report. A script has a list of checks, perhaps some functions that time kernels, and
+a `main`:
 
     def main(arguments: list[str] | None = None) -> int:
         script = Script(__file__, __doc__, CHECKS, [time_norms], target="jax_fp8_norm_backward", self_test=True)
@@ -25,7 +26,7 @@ from jax_fp8.kernels import extension
 
 
 class Report:
-    """Counts what was compared, keeps what went wrong, what was timed and the largest of each kind of error."""
+    """Counts comparisons; collects failures, timings and the largest error of each kind."""
 
     def __init__(self):
         self.passed, self.failures, self.worst, self.timings = defaultdict(int), [], {}, []
@@ -60,7 +61,7 @@ class Report:
 
 
 def as_bytes(array) -> np.ndarray:
-    """The bytes of an array; in float32 one NaN is as good as another."""
+    """The bytes of an array; in float32 all NaNs become the same."""
     array = np.asarray(array)
     if array.dtype == np.float32:
         array = np.where(np.isnan(array), np.float32(np.nan), array)
@@ -73,14 +74,14 @@ def on_gpu() -> bool:
 
 @dataclass(frozen=True)
 class Script:
-    """What a script checks and times.
+    """The checks and timings of a script.
 
     Args:
       file, doc: `__file__` and `__doc__` of the script.
-      checks, timings: called with the report, in this order; what is timed is no part of a self-test.
-      target: the custom call without which nothing can be checked on a GPU.
+      checks, timings: called with the report, in this order. A self-test skips the timings.
+      target: the custom call that the checks need on a GPU.
       self_test: whether the checks also run on a CPU, where the reference takes the place of the kernels.
-      anywhere: whether nothing of them needs a GPU or the kernels.
+      anywhere: whether the checks need neither a GPU nor the kernels.
     """
 
     file: str
@@ -93,7 +94,7 @@ class Script:
 
 
 def run_script(script: Script, arguments: list[str] | None = None) -> int:
-    """The `main` of a script: 0, 1 when anything is wrong, 2 where it cannot run."""
+    """The `main` of a script. Returns 0, or 1 if a check failed, or 2 if the script cannot run here."""
     options = _options(script, arguments)
     has_kernels = on_gpu() and script.target in extension.TARGETS
     if not (options.self_test or script.anywhere or has_kernels):

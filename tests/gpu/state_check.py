@@ -3,9 +3,9 @@
     python tests/gpu/state_check.py --output state_check.json      # seconds on an H200
     python tests/gpu/state_check.py --self-test                    # the reference against NumPy, few rows, on a CPU
 
-Steps follow each other on donated arrays, as in training, over memory filled before. Subnormal numbers, which XLA's CPU
-compiler flushes to zero, are in it only on a GPU. Ends with one line per group of checks, and with exit code 1 when
-anything is wrong.
+Steps follow each other on donated arrays, as in training, over memory filled with a pattern. Subnormal numbers, which
+XLA's CPU compiler flushes to zero, are checked only on a GPU. Ends with one line per group of checks, and with exit
+code 1 if a check failed.
 """
 
 import itertools
@@ -74,7 +74,7 @@ def amaxes(random, *shape) -> np.ndarray:
 
 
 def seen(random, *shape) -> np.ndarray:
-    """What a step sees: some tensors did not run, and some were not finite."""
+    """The recorded amaxes of a step: some tensors did not run, and some were not finite."""
     special = random.choice(np.float32([0, 0, 0, np.inf, np.nan]), shape)
     return np.where(random.random(shape) < 0.4, special, amaxes(random, *shape))
 
@@ -115,7 +115,7 @@ def same_bytes(a, b) -> bool:
 
 
 def check_steps(report: Report, group: str, random, stacks, recipe, steps=4):
-    """Some steps on donated arrays; each starts from what the one before has left, with new amaxes."""
+    """Some steps on donated arrays; each starts from the state of the one before, with new amaxes."""
     kept = on_device(state_of(random, stacks, recipe.amax_history_len))
     for step in range(steps):
         recorded = seen(random, rows_of(kept))
@@ -129,7 +129,7 @@ def check_steps(report: Report, group: str, random, stacks, recipe, steps=4):
 
 
 def check_controls(report: Report):
-    """What must be noticed: every number that an update depends on, off by little."""
+    """Negative controls: every number of an update, changed by little, must change the result."""
     random = np.random.default_rng(0)
     state = state_of(random, STACKS, 5)
     recorded = seen(random, rows_of(state))
@@ -163,7 +163,7 @@ def check_recipes(report: Report):
 
 
 def check_many_leaves(report: Report):
-    """More than two launches hold, stacked ones among them."""
+    """More leaves than two launches hold, some of them stacked."""
     random, stacks = np.random.default_rng(3), STACKS * (260 if on_gpu() else 4)
     for length in (1, 5):
         check_steps(report, "many leaves", random, stacks, DelayedScaling(amax_history_len=length), steps=2)
@@ -187,7 +187,7 @@ def check_special_values(report: Report):
 
 
 def check_what_is_written(report: Report):
-    """Donated arrays are updated where they lie, others stay as they were, and both give the same."""
+    """Donated arrays are updated in place, others stay unchanged, and both give the same result."""
     random, recipe = np.random.default_rng(4), DelayedScaling()
     state = state_of(random, STACKS, 1024)
     given, recorded = on_device(state), jnp.asarray(seen(random, rows_of(state)))
@@ -208,7 +208,7 @@ def check_what_is_written(report: Report):
 
 
 def check_graphs(report: Report):
-    """The same bytes from a CUDA graph, captured, replayed and updated, as without one."""
+    """A CUDA graph, captured, replayed and updated, gives the same bytes as a run without one."""
     random = np.random.default_rng(5)
     start, recipe = state_of(random, STACKS * (20 if on_gpu() else 1), 1024), DelayedScaling()
     options = CUDA_GRAPH_OPTIONS if on_gpu() else {}, {"xla_gpu_enable_command_buffer": ""} if on_gpu() else {}

@@ -3,10 +3,10 @@
     python tests/gpu/tile_check.py --output tile_check.json      # two minutes on an H200
     python tests/gpu/tile_check.py --self-test                   # the reference in the kernels' place, on a CPU
 
-A matrix as it is must have NumPy's bytes and scales. What a norm or an activation makes may differ from float64 by a
-rounding, so its bytes are those of the kernel with one scale a tensor, which has checks of its own, with the scale of
-each tile. Every program runs twice, over memory filled with two different patterns before. Ends with one line per
-timing and per group of checks, and with exit code 1 when anything is wrong.
+A matrix as it is must have NumPy's bytes and scales. A norm or an activation may differ from float64 by a rounding. So
+its bytes must be those that the kernel with one scale per tensor, which has checks of its own, writes with each tile's
+scale. Every program runs twice, each time over memory filled with another pattern. Ends with one line per timing and
+per group of checks, and with exit code 1 if a check failed.
 """
 
 import sys
@@ -57,14 +57,14 @@ def fused_cases():
 
 
 def norm_cases():
-    """Those, and by line what clusters of blocks read once, or not; of float32 they hold half as much."""
+    """The fused cases, and shapes by line at which clusters of blocks read x once, or twice."""
     yield from fused_cases()
     for number, shape in enumerate(NORM_SHAPES if on_gpu() else SMALL[:1]):
         yield from ((shape, source, "1d1d") for source in (jnp.bfloat16, SOURCES[1 + number % 2]))
 
 
 def uneven(seed, shape, dtype) -> np.ndarray:
-    """Of many sizes, with a tile of zeros, and rows and columns much larger than others."""
+    """Elements of many sizes, with a tile of zeros, and rows and columns much larger than others."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape, np.float32) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
     x[: shape[0] // 3, : shape[1] // 4] = 0
@@ -96,7 +96,7 @@ def scales_of(x, tile, formula) -> np.ndarray:
 
 
 def check_pair(report: Report, group, label, pair, x, mode, formula):
-    """Both orientations of what was cast, bit for bit."""
+    """Both orientations of a cast, bit for bit."""
     for array, matrix, tile in zip((pair.rowwise, pair.columnwise), (x, x.T), MODES[mode], strict=True):
         if array is None:
             continue
@@ -257,7 +257,7 @@ def check_both(report: Report, group, label, pair, with_scale):
 
 
 def copy_rate(bytes_moved) -> float:
-    """Bytes a second of copies that move as many, read and written."""
+    """Bytes per second of a copy that moves as many bytes, reads and writes together."""
     words = int(bytes_moved) // 8
     inputs = [(jax.random.bits(jax.random.key(i), (words,), jnp.uint32),) for i in range(8)]
     return 8 * words / seconds_per_call(lambda x: x ^ jnp.uint32(1), inputs)

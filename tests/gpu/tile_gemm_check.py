@@ -1,10 +1,10 @@
-"""The block-scaled GEMM on a GPU: against float64, and then speed beside one scale a tensor.
+"""The block-scaled GEMM on a GPU: against float64, and then its speed next to one scale per tensor.
 
     python tests/gpu/tile_gemm_check.py --output tile_gemm_check.json      # a minute on an H200
     python tests/gpu/tile_gemm_check.py --self-test                        # the reference in its place, on a CPU
 
-Every program runs twice, over memory filled with two different patterns before. Ends with one line per timing and per
-group of checks, and with exit code 1 when anything is wrong.
+Every program runs twice, each time over memory filled with another pattern. Ends with one line per timing and per group
+of checks, and with exit code 1 if a check failed.
 """
 
 import sys

@@ -2,10 +2,10 @@
 
     python tests/gpu/transformers_check.py --output transformers_check.json      # minutes on a CPU
 
-It needs transformers 5 and torch, and neither a GPU nor the kernels; where there is a GPU, our side runs on it. Models
-are made and saved by transformers, loaded here, compared by their logits in float32 and by 64 tokens that both write,
-and saved here, for transformers to load again: then every tensor has the same bits. Ends with one line per group of
-checks, and with exit code 1 when anything is wrong.
+It needs transformers 5 and torch, and neither a GPU nor the kernels; if there is a GPU, our side runs on it.
+transformers makes and saves the models. We load them, and compare logits in float32 and 64 generated tokens. Then we
+save them, and transformers loads them again: every tensor must have the same bits. Ends with one line per group of
+checks, and with exit code 1 if a check failed.
 """
 
 import functools
@@ -101,7 +101,7 @@ def our_logits(config, params) -> np.ndarray:
 
 
 def distance(got, wanted) -> float:
-    """The largest, in standard deviations of what is wanted."""
+    """The largest error, in standard deviations of the expected array."""
     return float(np.abs(got - wanted).max() / wanted.std())
 
 
@@ -113,7 +113,7 @@ def check_logits(report: Report):
 
 
 def check_controls(report: Report):
-    """What must be noticed: each field of a config that has no param, and each mapping of a tensor, off."""
+    """Negative controls: a change of each config field without a param, and of each mapping of a tensor, fails."""
     group = "controls: what is wrong is noticed"
 
     def control(case, what, change):
@@ -147,7 +147,7 @@ def check_controls(report: Report):
 
 
 def check_parts(report: Report):
-    """Several files are the same params as one."""
+    """A model in several files has the same params as in one."""
     for case in CASES:
         folder = saved(case, largest="60KB")
         count = len(list(folder.glob("*.safetensors")))
@@ -159,7 +159,7 @@ def check_parts(report: Report):
 
 
 def check_texts(report: Report):
-    """The most likely tokens, which both write after the same prompts."""
+    """Greedy generation: both continue the same prompts with the same tokens."""
     for case in CASES:
         prompt = tokens(seq=PROMPT)
         with torch.no_grad():
@@ -176,7 +176,7 @@ def check_texts(report: Report):
 
 
 def check_back(report: Report):
-    """What we save, transformers loads: the same tensors and the same model."""
+    """transformers loads what we save: the same tensors and the same model."""
     for case in CASES:
         for dtype in ("float32", "bfloat16"):
             config, params = fp8.load_huggingface(saved(case, dtype))
@@ -203,7 +203,7 @@ CHECKS = [check_logits, check_controls, check_parts, check_texts, check_back]
 
 def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # its products are small, and XLA has threads, too
+    torch.set_num_threads(1)  # its products are small, and XLA needs threads too
     return run_script(Script(__file__, __doc__, CHECKS, anywhere=True), arguments)
 
 

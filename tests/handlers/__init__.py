@@ -1,9 +1,9 @@
 """The handlers of csrc on a CPU, called as XLA calls them, under AddressSanitizer and UBSan.
 
-`build` makes a program of handlers, of kernels as tests/emulation has them, and of a cuBLASLt that is made up; `run`
-hands it calls and says what came of each. `contracts` has calls that every handler must take, `mutations` makes wrong
-ones of them. A wrong call is refused by one sentence, or does nothing that a sanitizer finds: a buffer's memory ends
-where its dims say.
+`build` compiles a program from the handlers, the kernels as tests/emulation runs them, and a fake cuBLASLt. `run`
+passes calls to it and returns the outcome of each. `contracts` has valid calls of every handler, and `mutations` makes
+invalid calls from them. A handler must refuse an invalid call in one sentence, or the call must do nothing that a
+sanitizer finds. A buffer's memory ends where its dims say.
 """
 
 from handlers.build import build, has_sanitizers, operation_of, targets

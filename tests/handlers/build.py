@@ -1,9 +1,9 @@
-"""From the handlers of csrc to a program for the CPU, under AddressSanitizer and UBSan, that calls them.
+"""Compiles the handlers of csrc to a CPU program that calls them, under AddressSanitizer and UBSan.
 
-    csrc/*.cc                handlers, as they are
-    csrc/*.cu                kernels, as tests/emulation has them
+    csrc/*.cc                handlers, unchanged
+    csrc/*.cu                kernels, as tests/emulation rewrites them
     driver.cc                the program; its table of targets is read from csrc/module.cc
-    cublaslt.cc              the library that csrc/cublaslt.cc opens
+    cublaslt.cc              the fake library that csrc/cublaslt.cc opens
 
 Objects are kept in pytest's cache folder, until a text or the compiler changes.
 """
@@ -39,8 +39,8 @@ FLAGS = [
     *("-std=c++20", "-fPIC", "-w", "-O0", "-g1", "-fno-strict-aliasing", "-fno-gnu-unique", "-ffp-contract=off"),
     *("-DCUDART_VERSION=13000", "-I.", f"-I{EMULATION}", f"-I{HERE}", "-isystem", jax.ffi.include_dir()),
 ]
-COMMON = "common.h"  # what all handlers include, compiled once
-DAYS = 7  # that a program is kept after its last use
+COMMON = "common.h"  # the headers of all handlers, compiled once
+DAYS = 7  # for which a program is kept after its last use
 
 CUBLASLT, SONAME = "made_up_cublaslt.cc", "libcublasLt.so.13"
 
@@ -49,7 +49,7 @@ Change = tuple[str, str, str]
 
 @functools.cache
 def has_sanitizers() -> bool:
-    """Whether there is a GCC to compile with, and the libraries that its checks call."""
+    """Whether there is a GCC, and the libraries of its sanitizers."""
     compiler = gcc()
     if compiler is None:
         return False
@@ -64,7 +64,7 @@ def has_sanitizers() -> bool:
 
 @functools.cache
 def targets() -> dict[str, dict[str, str]]:
-    """Of each target of csrc/module.cc its stages, with the name of the handler."""
+    """The stages of each target of csrc/module.cc, with the names of their handlers."""
     text = re.sub(r"\s+", " ", (CSRC / "module.cc").read_text())
     found = {}
     for name, stages in re.findall(r'table\["(\w+)"\] = py::dict\(((?:"\w+"_a = capsule\(\w+\)(?:, )?)+)\)', text):
@@ -73,7 +73,7 @@ def targets() -> dict[str, dict[str, str]]:
 
 
 def operation_of(target: str) -> str:
-    """The file of csrc that a target is in: the longest name that it begins with."""
+    """The operation of a target: the longest name of a file in csrc with which the target begins."""
     names = (path.stem for path in CSRC.glob("*.cc"))
     return max((name for name in names if target.startswith(f"jax_fp8_{name}")), key=len)
 
@@ -97,7 +97,7 @@ def build(operations: Iterable[str], changes: tuple[Change, ...] = ()) -> pathli
 
 
 def _sources_of(operations):
-    """What is compiled: a GEMM needs what it is made of, the program the kernels' threads."""
+    """The sources to compile: those of the operations, the files that a GEMM needs, and the emulation's."""
     names = {"driver.cc", CUBLASLT, *(f"emulation/{path.name}" for path in EMULATION.glob("*.cc"))}
     for name in operations:
         names |= {path.name for path in CSRC.glob(f"{name}.c[cu]")}
@@ -109,7 +109,7 @@ def _sources_of(operations):
 
 
 def _texts(changes):
-    """Every file that the compiler needs, by its name."""
+    """The texts by name of all files that the compiler needs."""
     paths = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh"), *CSRC.glob("*.cu"), *CSRC.glob("*.cc")]
     texts = {str(path.relative_to(CSRC)): path.read_text() for path in sorted(paths)}
     for file, text, other in changes:
@@ -120,14 +120,14 @@ def _texts(changes):
     texts |= {name: f'#line 1 "csrc/{name}"\n{text}' for name, text in texts.items() if name.endswith(".cc")}
     texts |= {"driver.cc": (HERE / "driver.cc").read_text(), CUBLASLT: (HERE / "cublaslt.cc").read_text()}
     texts[COMMON] = '#include "ffi.h"\n'
-    # The sanitizers' own library says what is wrong, not tests/emulation/checks.h.
+    # The sanitizers' own library reports failures here, not tests/emulation/checks.h.
     for path in sorted([*EMULATION.glob("*.h"), *EMULATION.glob("*.cc")]):
         texts[f"emulation/{path.name}"] = "" if path.name == "checks.h" else path.read_text()
     return texts
 
 
 def _table(operations):
-    """The C++ text of the table of targets, as csrc/module.cc has it."""
+    """The C++ text of the table of targets, like the one in csrc/module.cc."""
     rows = []
     for name, stages in targets().items():
         operation = operation_of(name)
@@ -186,7 +186,7 @@ def _includes_common(name):
 
 
 def _headers_of(name, texts):
-    """What a source may include: the table is for the program alone, and the scheduler knows nothing of csrc."""
+    """The headers that a source may include: only the program includes the table, and the scheduler none of csrc."""
     headers = {other: text for other, text in texts.items() if other.endswith((".h", ".cuh"))}
     if name != "driver.cc":
         del headers["targets.h"]
@@ -196,8 +196,8 @@ def _headers_of(name, texts):
 
 
 def _compile(name, folder, kept):
-    """The object of one source. Kernels get CUDA's header as nvcc gives it to them; the scheduler no checks, for it
-    leaves one stack for another.
+    """The object of one source. Kernels include CUDA's header implicitly, as with nvcc. The scheduler has no sanitizer
+    checks, since it switches stacks.
     """
     first = ["-include", "cuda_runtime_api.h"] if name.endswith(".cu") else []
     first = ["-include", COMMON] if _includes_common(name) else first

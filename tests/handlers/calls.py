@@ -1,4 +1,4 @@
-"""A call of a handler as a value, the words in which the program reads it, and what came of it."""
+"""A call of a handler as a value, its text for the program, and the outcome that the program reports."""
 
 import dataclasses
 import math
@@ -17,10 +17,10 @@ BYTES |= {F16: 2, F32: 4, F64: 8, BF16: 2, E5M2: 1, E4M3: 1}
 SCALARS = {np.dtype(bool): PRED, np.dtype(np.int32): S32, np.dtype(np.int64): S64}
 SCALARS |= {np.dtype(np.float32): F32, np.dtype(np.float64): F64, np.dtype(np.uint8): U8}
 
-MOST_BYTES = 1 << 26  # of a buffer that is really there
-TIMEOUT = 240  # seconds for a batch of calls: a kernel that never ends
+MOST_BYTES = 1 << 26  # of a buffer that is really allocated
+TIMEOUT = 240  # seconds for a batch of calls, in case a kernel never ends
 
-# What no handler may do, by the first word of an outcome.
+# Outcomes, by their first word, that no call may have.
 VIOLATIONS = ("crash", "exception", "kernel", "changed")
 
 
@@ -31,9 +31,9 @@ class Buffer:
     Args:
       content: a seed of random bytes, 0 for zeros, -1 for any, or an array.
       offset: bytes after an address divisible by 256.
-      alias: the operand that a result lies in.
+      alias: the operand whose memory a result shares.
       placed: whether it has an address.
-      trusted: whether a kernel may rely on what it holds.
+      trusted: whether a kernel may rely on its contents.
     """
 
     dtype: int
@@ -46,7 +46,7 @@ class Buffer:
 
     def words(self) -> str:
         extent = math.prod(self.shape) * BYTES[self.dtype]
-        # Dims that no memory has room for come with as little as there would be without them.
+        # A buffer whose dims exceed all memory is allocated with the fewest bytes.
         there = extent if 0 <= extent <= MOST_BYTES else 64
         content = f"x{self.content.tobytes().hex()}" if isinstance(self.content, np.ndarray) else str(self.content)
         dims = " ".join(map(str, self.shape))
@@ -88,10 +88,10 @@ def _attribute_words(value):
 
 
 def run(program: pathlib.Path, calls: Iterable[Call], *, stops: bool = False) -> list[str]:
-    """What came of each: "ok", "error <stage> <code> <message>", or a violation and what it was.
+    """The outcome of each: "ok", "error <stage> <code> <message>", or a violation with its description.
 
     Args:
-      stops: at the first call that ends the program; else another program goes on after it.
+      stops: whether to stop at the first call that crashes the program; else a new program continues after it.
     """
     calls, outcomes = list(calls), []
     while len(outcomes) < len(calls):
@@ -119,7 +119,7 @@ def run(program: pathlib.Path, calls: Iterable[Call], *, stops: bool = False) ->
 
 
 def _report(text):
-    """Of what a sanitizer says, the sentence and the first place in csrc."""
+    """The sentence and the first places in csrc from a sanitizer's report."""
     lines = text.splitlines()
     told = [line for line in lines if "ERROR:" in line or "runtime error:" in line][:1]
     places = [line.strip() for line in lines if "csrc/" in line and line not in told][:2]

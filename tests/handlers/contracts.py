@@ -1,4 +1,4 @@
-"""Calls that every handler must take, several of each target: what all wrong calls are made from."""
+"""Valid calls, several for each target, from which the mutations make invalid ones."""
 
 import itertools
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def floats(*shape: int) -> Buffer:
 
 
 def contracts() -> dict[str, list[Call]]:
-    """By target."""
+    """The valid calls by target."""
     found: dict[str, list[Call]] = {}
     makers = (
         quantize,
@@ -118,7 +118,7 @@ GATED = ACTIVATIONS[-3:]
 
 
 def activation_inputs(number: int, m: int, n: int) -> tuple[str, Buffer, Buffer, int]:
-    """Its name, x, dy, and the columns of x; `n` are those of what it makes."""
+    """The activation's name, x, dy and the columns of x; the result has `n` columns."""
     name, dtype = ACTIVATIONS[number % len(ACTIVATIONS)], SOURCES[number % 3]
     cols = 2 * n if name in GATED else n
     return name, Buffer(dtype, (m, cols), 5), Buffer(dtype, (m, n), 6), cols
@@ -208,7 +208,7 @@ PARAM, MASTER, VALUES, VALUES_T, MU_SCALE, NU_SCALE, DECAYS = (1 << bit for bit 
 
 
 def places(leaves: int) -> Buffer:
-    """Of leaves that are whole; words of others divide by multiplying and shifting, and no user hands them in."""
+    """The places of whole leaves: zeros. Other places have words for a division, which no user passes."""
     return Buffer(U32, (leaves, 10), np.zeros((leaves, 10), np.uint32), trusted=True)
 
 

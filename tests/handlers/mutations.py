@@ -1,4 +1,4 @@
-"""Wrong calls, made of right ones: one thing changed, or two."""
+"""Makes invalid calls from valid ones, with one or two changes."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from handlers.calls import (
 
 DTYPES = (PRED, S8, S32, S64, U8, U16, U32, F16, F32, F64, BF16, E5M2, E4M3)
 MOST_INT32, MOST_INT64 = 2**31 - 1, 2**63 - 1
-# Dims for which there is no memory, or no number.
+# Dims that exceed all memory, or are negative.
 HUGE = (MOST_INT32, 2**31, 2**32, 2**40 + 16, 2**62, MOST_INT64 - 15, MOST_INT64, -1, -16, -(2**63))
 OFFSETS = (1, 2, 4, 8, 16)
 INTEGERS = (-(2**63), -(2**31), -17, -1, 1, 15, 16, 17, 128, 2**24, MOST_INT32, 2**32, MOST_INT64 - 15, MOST_INT64)
@@ -37,15 +37,15 @@ FLOATS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 3e38)
 TEXTS = ("", "1d2d", "float8_e4m3", "gelu ", "é", "x" * 300)
 
 MOST_ELEMENTS = 2**42  # of a buffer, as csrc/sizes.h has it
-# Targets with an operand whose shape may be any.
+# Targets with an operand of any shape.
 ANY_SHAPE = ("jax_fp8_amax", "jax_fp8_update_state", "jax_fp8_gemm")
 
-# One call and what was changed.
+# The description of a change, and the changed call.
 Mutation = tuple[str, Call]
 
 
 def mutations(call: Call, seed: int, pairs: int) -> Iterator[Mutation]:
-    """All calls in which one thing differs, and so many, taken at random, in which two do."""
+    """All calls with one change, and `pairs` random calls with two."""
     single = [mutation for mutation in _of_one_thing(call) if _can_be_tried(mutation[1])]
     yield from single
     chooser = random.Random(seed)
@@ -57,7 +57,7 @@ def mutations(call: Call, seed: int, pairs: int) -> Iterator[Mutation]:
 
 
 def _can_be_tried(call):
-    """Whether buffers are as large as their dims say where no other buffer of the call says otherwise."""
+    """Whether a call may run: an operand of any shape has memory for its dims, or more elements than handlers take."""
     if call.target not in ANY_SHAPE or has_memory(call):
         return True
     return any(_extent(buffer) > MOST_ELEMENTS for buffer in (*call.operands, *call.results))
@@ -160,6 +160,6 @@ def _other_lists(value):
 
 
 def has_memory(call: Call) -> bool:
-    """Whether every buffer is as large as its dims say: without, a call may only be refused."""
+    """Whether every buffer is as large as its dims say. If not, the handler must refuse the call."""
     extents = (math.prod(buffer.shape) * BYTES[buffer.dtype] for buffer in (*call.operands, *call.results))
     return all(0 <= extent <= MOST_BYTES for extent in extents)

@@ -158,7 +158,7 @@ MISTAKES = {
     "rows of another patch": ((FAST, "[part] + Place::patch_row()", "[part] + group * kPatchRows"), None),
     "cast once": ((FAST, "cast.rule.square && cast.rule.square_t)", "cast.rule.square_t)"), None),
     "one row too many": ((PATCHES, "place.row() < task", "place.row() <= task"), "argument 0: byte"),
-    "a half that is not there": ((PATCHES, "place.col(half) < task", "place.col(0) < task"), "argument"),
+    "a half that is not there": ((PATCHES, "place.col(half) < task", "place.col(0) < task"), "argument|is null"),
     "less shared memory": ((FAST,
         "kThreads, kBytes, stream>>>", "kThreads, kBytes / 2, stream>>>"), "must not"),
     "never aligned": ((FAST, "rows % 16 == 0 && width % 16 == 0", "true"), "not aligned|argument"),

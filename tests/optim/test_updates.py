@@ -117,8 +117,6 @@ def test_donated():
     jax.tree.map(assert_same_bits, actual, run_in_place(FP8_MOMENTS, True))
 
 
-# ---- sharded ---------------------------------------------------------------------------------------------------------
-
 SHARDED = {"rows": (16, 24), "columns": (8, 32), "vector": (64,), "whole": (5, 3), "scalar": ()}
 SPECS = {
     "rows": P("data", None),

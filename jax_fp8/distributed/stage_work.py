@@ -88,8 +88,9 @@ class ChunkWork:
             tuple(replace(of, path=of.path[1:]) for of in observe),
         )
         if described not in self.traced:
-            options = self.weight, self.from_current, self.x, observe
-            self.traced[described] = LayerWork(self.loss, name, variables, gemms, *options)
+            self.traced[described] = LayerWork(
+                self.loss, name, variables, gemms, self.weight, self.from_current, self.x, observe
+            )
         return self.traced[described]
 
     @cached_property

@@ -86,7 +86,7 @@ RNGS = {"dropout": jax.random.key(0)}
         (
             Losses.drawing,
             {},
-            r"got one that takes \(variables, x, rngs\); .* and pass rngs to make_train_step where it",
+            r"got one that takes \(variables, x, rngs\); .* and pass rngs to make_train_step if it",
         ),
         (loss_fn, {"rngs": RNGS}, r"must take \(variables, batch, rngs\), got one that takes \(variables, x\)"),
         (functools.partial(Losses.drawing, rngs=None), {"rngs": {}}, "rngs must be a dict of random keys"),

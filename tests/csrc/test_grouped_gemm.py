@@ -146,7 +146,7 @@ MISTAKES = {
     "a parity that stays": ("tails", KERNEL, "stage = 0, parity ^= 1", "stage = 0"),
     "arrivals of one block": ("tails", KERNEL, "2 * 4 * kWarpgroups", "4 * kWarpgroups"),
     "fewer bytes announced": ("one tile", KERNEL, "(filled, sizeof(Stage))", "(filled, sizeof(Stage) / 2)"),
-    "no end in common": ("tails", KERNEL, "arrive here\n  wait_for_cluster();\n#else", "arrive here\n#else"),
+    "no end in common": ("tails", KERNEL, "its barriers\n  wait_for_cluster();\n#else", "its barriers\n#else"),
     "no start in common": ("tails", KERNEL, "  arrive_at_cluster();\n  wait_for_cluster();\n  if", "  if"),
     # What is copied and how it is read.
     "half of b is not shared": ("tails", KERNEL,

@@ -43,7 +43,7 @@ class PowerOfFourByTile:
     has_state: bool = False
 
     def cast(self, tensor, scales, measure):
-        return Cast.by_tile(self.fp8_format.of(tensor), TILE, self.formula)
+        return Cast.by_tile(self.fp8_format.dtype_of(tensor), TILE, self.formula)
 
 
 def batch(step) -> np.ndarray:
@@ -116,7 +116,7 @@ def test_its_gemms_are_listed_as_those_of_any_stateless_recipe(recipe):
     x = np.ones((128, 128), jnp.bfloat16)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     assert set(variables) == {"params"}
-    assert [*LossTrace.of(lambda variables, x: layer.apply(variables, x).sum(), variables, x).gemms] == [
+    assert [*LossTrace.from_function(lambda variables, x: layer.apply(variables, x).sum(), variables, x).gemms] == [
         ("gate+up",),
         ("down",),
     ]

@@ -1,33 +1,24 @@
 """`python -m jax_fp8`: `doctor` checks this machine; `tune` measures the GEMMs of a model, or the rates of this GPU;
 `plan` estimates a step on GPUs that are not here; `train` trains a GPT, `generate` and `export` read its checkpoints,
 and `report` makes a page of the run; `convert` converts models from and to Hugging Face.
-
-The findings of `doctor` are measured: the last one computes the gradient of an FP8 layer on the device that a training
-run would use, and compares it with the gradient in bfloat16.
 """
 
 import argparse
 import datetime
 import importlib.metadata
-import platform
-import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8 import __version__
-from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.core.types import Variables
-from jax_fp8.kernels import dispatch, extension
+from jax_fp8.doctor import doctor
 from jax_fp8.models.config import PRESETS, GPTConfig
 from jax_fp8.models.convert import DTYPES, WAYS, convert
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
-from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.schedules import SCHEDULES
 from jax_fp8.plan.described import GPUS
@@ -37,120 +28,16 @@ from jax_fp8.plan.rates_bench import measure_rates
 from jax_fp8.report.page import write_report
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.streams import one_line, surviving
-from jax_fp8.train.custom_loop import value_and_grad
 from jax_fp8.train.train_step import make_train_step
 from jax_fp8.tune.gemm_table import HEADINGS, default_path, this_gpu
 from jax_fp8.tune.tune import tune
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+CONVERT_USAGE = "\n       ".join(f"python -m jax_fp8 convert {way}" for way in WAYS)
 RUN_COMMANDS = {
     "train": "train a GPT in FP8 on real text",
     "generate": "generate text from a checkpoint, or a model of Hugging Face",
     "export": "write the params of a checkpoint to a file",
 }
-
-
-class Finding(NamedTuple):
-    """One line of the diagnosis; `remedy` says what to do, and `broken` means that FP8 training does not work so."""
-
-    what: str
-    found: str
-    remedy: str = ""
-    broken: bool = False
-
-
-def doctor() -> int:
-    """Print the diagnosis. Returns the exit code: 0 when FP8 training works here, 1 when something is broken."""
-    findings = [*find_versions(), *find_devices()]
-    if findings[-1].what != "devices":  # jax computes at all
-        findings += [*find_kernels(), find_training()]
-    for finding in findings:
-        mark = "BROKEN" if finding.broken else "note" if finding.remedy else "ok"
-        print(f"{mark:>6}  {finding.what:<10} {finding.found}")
-        if finding.remedy:
-            print(f"{'':>8}{'':<11}-> {finding.remedy}")
-    broken = [finding.what for finding in findings if finding.broken]
-    if broken:
-        print(f"\nBroken: {', '.join(broken)}. The arrows say what to do.")
-        return 1
-    if dispatch.kernels_run() and jax.default_backend() == "gpu":
-        print("\nFP8 training works here, with the CUDA kernels.")
-    else:
-        print("\nFP8 training works here, on the jnp reference: a Hopper GPU's numbers without its speed.")
-    return 0
-
-
-def find_versions() -> list[Finding]:
-    """The versions of this package, with its folder, of Python, and of the packages that compute."""
-    own = Finding("jax_fp8", f"{__version__}, from {extension.PACKAGE}")
-    packages = [Finding(package, importlib.metadata.version(package)) for package in PACKAGES]
-    return [own, Finding("python", platform.python_version()), *packages]
-
-
-def find_devices() -> list[Finding]:
-    """The devices jax computes on, their compute capability, and NVIDIA GPUs that jax does not see."""
-    try:
-        devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # jax asserts where the plugin of its only platform fails
-        remedy = "unset JAX_PLATFORMS, or install jax for the platform it names"
-        found = "none: " + (" ".join(str(error).split()) or "no platform could be initialised")
-        return [Finding("devices", found, remedy, broken=True)]
-    kinds = [Finding("devices", f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})")]
-    if devices[0].platform == "gpu":
-        capability = devices[0].compute_capability
-        remedy = ""
-        if float(capability) < 8.9:
-            remedy = "FP8 tensor cores begin with 8.9 (Ada) and 9.0 (Hopper): use recipe=None (bfloat16) on this GPU"
-        return [*kinds, Finding("capability", capability, remedy)]
-    gpus = list_nvidia_gpus()
-    if gpus:
-        remedy = "`pip install 'jax[cuda13]'` (it needs driver 580 or newer), and unset JAX_PLATFORMS if it is set"
-        return [*kinds, Finding("GPU", f"{gpus[0]}, which jax does not see", remedy, broken=True)]
-    return [*kinds, Finding("GPU", "none")]
-
-
-def list_nvidia_gpus() -> list[str]:
-    """Names of the GPUs the NVIDIA driver reports; empty without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return [line for line in listed.stdout.splitlines() if line.startswith("GPU")]
-
-
-def find_kernels() -> list[Finding]:
-    """Whether the CUDA kernels are compiled and registered, and whether cuBLASLt is there; only a GPU needs them."""
-    info = extension.build_info()
-    needed = jax.default_backend() == "gpu"
-    module = [Finding("extension", info["path"])] if info["path"] else []
-    if not info["built"]:
-        return [*module, Finding("kernels", "none", info["reason"] or "", broken=needed)]
-    calls = f"{len(info['targets'])} custom calls registered, CUDA {info['cuda_version']}"
-    architectures = ", ".join(f"sm_{architecture}" for architecture in info["architectures"])
-    registered = Finding("kernels", f"{calls}, compiled for {architectures}")
-    if info["cublaslt_version"]:
-        return [*module, registered, Finding("cuBLASLt", info["cublaslt_version"])]
-    remedy = (info["cublaslt_reason"] or "") if needed else "needed on a GPU only"
-    return [*module, registered, Finding("cuBLASLt", "not found", remedy, broken=needed)]
-
-
-def find_training() -> Finding:
-    """Compare the gradient of an FP8 layer with that of the same layer in bfloat16."""
-    x, target = jax.random.normal(jax.random.key(0), (2, 64, 64), jnp.bfloat16)
-    gradients = []
-    for recipe in (CurrentScaling(), None):
-        layer = Dense(64, recipe=recipe)
-
-        def loss_fn(variables: Variables, x: jax.Array, layer: Dense = layer) -> jax.Array:
-            return jnp.mean(jnp.square(layer.apply(variables, x) - target).astype(jnp.float32))
-
-        variables = layer.init(jax.random.key(1), x)
-        _, grads, _ = jax.jit(value_and_grad(loss_fn))(variables, x)
-        gradients.append(grads["kernel"].astype(jnp.float32))
-    error = float(jnp.linalg.norm(gradients[0] - gradients[1]) / jnp.linalg.norm(gradients[1]))
-    found = f"gradient of an FP8 layer differs from bfloat16's by {100 * error:.1f} %"
-    if error < 0.1:
-        return Finding("training", found)
-    return Finding("training", found, "expected less than 10 %: please report this with the lines above", broken=True)
 
 
 def tune_preset(
@@ -236,18 +123,11 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def main(argv: list[str]) -> int:
-    """Run a command line. Returns the exit status."""
-    with surviving() as streams:
-        return streams.status(_main(argv))
-
-
-def _main(argv: list[str]) -> int:
-    if argv and argv[0] in RUN_COMMANDS:
-        return run_command(argv[0], argv[1:])
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands but those of RUN_COMMANDS, which are only listed."""
     parser = _Parser(prog="python -m jax_fp8", description="FP8 training of Transformers in JAX.")
     parser.add_argument("--version", action="version", version=f"jax_fp8 {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="command")
     commands.add_parser("doctor", help="check this machine, and say what is missing and what to do about it")
     for command, words in RUN_COMMANDS.items():
         commands.add_parser(command, help=words)
@@ -301,7 +181,7 @@ def _main(argv: list[str]) -> int:
     reporter.add_argument("run", help="the folder, such as runs/tiny-delayed")
     reporter.add_argument("--output", metavar="FILE", help="where the page goes; by default report.html in the folder")
     converter = commands.add_parser(
-        "convert", help="a model of Hugging Face into a file of params, or back", usage=WAYS
+        "convert", help="a model of Hugging Face into a file of params, or back", usage=CONVERT_USAGE
     )
     for name, words in (("source", "--from"), ("target", "--to")):
         what = f"huggingface and a folder, or a file {'of params' if name == 'source' else 'to write'}"
@@ -311,20 +191,31 @@ def _main(argv: list[str]) -> int:
     converter.add_argument(
         "--part-gb", type=float, default=5.0, help="largest size of a file that is written to huggingface"
     )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run a command line. Returns the exit status."""
+    with surviving() as streams:
+        return streams.status(_main(argv))
+
+
+def _main(argv: list[str]) -> int:
+    if argv and argv[0] in RUN_COMMANDS:
+        return run_command(argv[0], argv[1:])
+    parser = make_parser()
     options = vars(parser.parse_args(argv))
     command = options.pop("command")
+    if command is None:
+        parser.print_help()
+        return 0
     if command == "doctor":
         return doctor()
-    run, prog = {
-        "tune": (tune_preset, tuner.prog),
-        "plan": (plan_preset, planner.prog),
-        "report": (report_run, reporter.prog),
-        "convert": (convert, "python -m jax_fp8 convert"),
-    }[command]
+    run = {"tune": tune_preset, "plan": plan_preset, "report": report_run, "convert": convert}[command]
     if command == "tune" and (rates := options.pop("rates")) is not None:
         run, options = tune_rates, {"path": rates}
     try:
         return run(**options)
     except (ValueError, OSError) as error:
-        print(f"{prog}: {one_line(error)}", file=sys.stderr)
+        print(f"{parser.prog} {command}: {one_line(error)}", file=sys.stderr)
         return 1

@@ -4,7 +4,7 @@ import jax
 import optax
 import pytest
 
-WARNS = pytest.mark.filterwarnings("ignore:a transform computes with what fused_adam returns")
+WARNS = pytest.mark.filterwarnings("ignore:(a transform computes with what|the transform around) fused_adam")
 
 
 def by_deltas(tx: optax.GradientTransformation) -> optax.GradientTransformation:

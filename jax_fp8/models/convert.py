@@ -19,7 +19,7 @@ from jax_fp8.models.params_file import load_config, map_params, save_params
 
 HUGGINGFACE = "huggingface"
 DTYPES = ("bfloat16", "float32", "float16")
-WAYS = "--from huggingface FOLDER --to FILE, or --from FILE --to huggingface FOLDER"
+WAYS = "--from huggingface FOLDER --to FILE", "--from FILE --to huggingface FOLDER"
 
 
 def convert(
@@ -38,7 +38,7 @@ def convert(
     """
     is_in, is_out = (len(side) == 2 and side[0] == HUGGINGFACE for side in (source, target))
     if is_in == is_out or len(target if is_in else source) != 1:
-        raise ValueError(f"convert needs {WAYS}; got --from {' '.join(source)} --to {' '.join(target)}")
+        raise ValueError(f"convert needs {', or '.join(WAYS)}; got --from {' '.join(source)} --to {' '.join(target)}")
     target_dtype = None if dtype is None else jnp.dtype(dtype)
     if is_in:
         if vocab_size is not None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
 from jax_fp8.core.shards import SplitDim, TensorParallel, split_dim_of
@@ -93,6 +94,25 @@ def check_layer(module: nn.Module, x: jax.Array, sizes: tuple[str, ...], dims: t
     _check_input(layer, x, dims)
 
 
+def own_product(layer: object) -> list[str]:
+    """The fields by which a layer of Flax, Linen or NNX, has a product of its own: those that are not as by default."""
+    defaults = {
+        "precision": (None, "default", lax.Precision.DEFAULT),
+        "dot_general": (None, lax.dot_general),
+        "dot_general_cls": (None,),
+    }
+    return [name for name, values in defaults.items() if getattr(layer, name, None) not in values]
+
+
+def check_has_no_own_product(module: nn.Module) -> None:
+    """Raise unless the layer's fields leave the product to the layer."""
+    for name in own_product(module):
+        raise ValueError(
+            f"{layer_name(module)}: {name} must be None, since this layer multiplies by its own GEMM, got "
+            f"{getattr(module, name)!r}; leave it out, or use flax.linen.Dense here"
+        )
+
+
 def layer_name(module: nn.Module) -> str:
     """The path of a layer in its model; for a layer that is itself the model, the name of its class."""
     return "/".join(module.path) or type(module).__name__
@@ -133,7 +153,7 @@ def check_dtype(name: str, dtype: jax.typing.DTypeLike | None) -> None:
         numpy_dtype = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         numpy_dtype = None
-    if numpy_dtype is None or not jnp.issubdtype(numpy_dtype, jnp.floating) or numpy_dtype.itemsize < 2:
+    if numpy_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(f"{name} must be jnp.bfloat16, jnp.float16 or jnp.float32, got {dtype!r}")
 
 

@@ -1,15 +1,16 @@
 """Dense layers: a GEMM, alone or behind a norm."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 
 from jax_fp8.core.shards import DIM_OF, ParamSharding, SplitDim, declare_sharding
 from jax_fp8.kernels.norm import NormParameters, check_norm
-from jax_fp8.nn.checks import check_layer, check_tensor_split
+from jax_fp8.nn.checks import check_has_no_own_product, check_layer, check_tensor_split
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm
 from jax_fp8.nn.names import named
 from jax_fp8.ops.linear import linear
@@ -29,16 +30,22 @@ class Dense(Fp8Module):
       tensor_split: in a step on shards, how the axis `tensor` splits the kernel: by "columns" in the first of two
         layers, whose result stays split, and by "rows" in the second, which takes that result. None: every device has
         the whole layer.
+      precision, dot_general, dot_general_cls: Flax's fields for a product of one's own. This layer multiplies by its
+        own GEMM, so anything but their defaults is refused.
     """
 
     features: int
     use_bias: bool = True
     tensor_split: SplitDim | None = None
+    precision: PrecisionLike = None
+    dot_general: Callable | None = None
+    dot_general_cls: Callable | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
         check_layer(self, x, ("features",))
+        check_has_no_own_product(self)
         check_tensor_split(self, self.tensor_split, ("columns", "rows"))
         sharding = ParamSharding(self.tensor_split and DIM_OF[self.tensor_split])
         gemm = declare_gemm(self, x.shape[-1], self.features, self.use_bias, sharding)

@@ -8,9 +8,9 @@ from functools import partial
 from flax import nnx
 from flax.nnx import filterlib
 from flax.nnx.nn import dtypes
-from jax import lax
 
 from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.nn.checks import own_product
 from jax_fp8.nnx.layers import DELAYED, Linear
 from jax_fp8.nnx.linear_general import LinearGeneral
 
@@ -90,15 +90,12 @@ def _why_not(layer: nnx.Module) -> str | None:
     k, n = (math.prod(_as_tuple(sizes)) for sizes in (layer.in_features, layer.out_features))
     if k % 16 or n % 16:
         return f"FP8 needs features divisible by 16, got {k} to {n}"
-    own = {
-        "precision": layer.precision in (None, "default", lax.Precision.DEFAULT),
-        "dot_general": layer.dot_general in (None, lax.dot_general),
-        "dot_general_cls": getattr(layer, "dot_general_cls", None) is None,
+    others = {
         "batch_axis": not getattr(layer, "batch_axis", None),
         "promote_dtype": layer.promote_dtype is dtypes.promote_dtype,
         "preferred_element_type": layer.preferred_element_type is None,
     }
-    settings = [name for name, is_default in own.items() if not is_default]
+    settings = own_product(layer) + [name for name, is_default in others.items() if not is_default]
     return f"has its own {' and '.join(settings)}" if settings else None
 
 

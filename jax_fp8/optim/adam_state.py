@@ -87,8 +87,8 @@ def masters_apart(opt_state: PyTree, params: PyTree) -> jax.Array | None:
       params: all that it trains.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8))
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_adam)
-    masters = [leaf for node in nodes if _is_adam(node) for leaf in jax.tree_util.tree_leaves_with_path(node.master)]
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_adam)
+    masters = [leaf for node in nodes if is_adam(node) for leaf in jax.tree_util.tree_leaves_with_path(node.master)]
     pairs = [(master, by_path[path]) for path, master in masters if path in by_path]
     if not pairs:
         return None
@@ -115,7 +115,8 @@ def with_own_master(param: Param, state: ParamState) -> ParamState:
     return state._replace(master=master, fp8=state.fp8 | {"amax": largest})
 
 
-def _is_adam(node: object) -> bool:
+def is_adam(node: object) -> bool:
+    """Whether a node of an optimizer's state is that of `fused_adam`."""
     return isinstance(node, FusedAdamState)
 
 

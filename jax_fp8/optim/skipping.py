@@ -15,7 +15,7 @@ from jax.extend.core import take_current_trace
 
 from jax_fp8.core.fp8_array import is_fp8
 from jax_fp8.core.types import PyTree
-from jax_fp8.optim.adam_state import FusedAdamState
+from jax_fp8.optim.adam_state import is_adam
 from jax_fp8.optim.updates import NewParam, was_applied
 
 
@@ -107,9 +107,9 @@ def choose_step(
     adam_has_chosen = any(written) and wrote_only_if(apply, updates)
 
     def next_state(new: PyTree, old: PyTree) -> PyTree:
-        return new if _is_adam(new) and adam_has_chosen else choose(apply, new, old)
+        return new if is_adam(new) and adam_has_chosen else choose(apply, new, old)
 
-    return params, jax.tree.map(next_state, new[1], old[1], is_leaf=_is_adam)
+    return params, jax.tree.map(next_state, new[1], old[1], is_leaf=is_adam)
 
 
 def wrote_only_if(apply: jax.Array, updates: PyTree) -> bool:
@@ -122,10 +122,6 @@ def wrote_only_if(apply: jax.Array, updates: PyTree) -> bool:
 def choose(apply: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """The new tree if bool[] `apply` is True, else the old one."""
     return jax.tree.map(lambda new, old: jnp.where(apply, new, old), new, old)
-
-
-def _is_adam(node: object) -> bool:
-    return isinstance(node, FusedAdamState)
 
 
 def _current_trace() -> object:

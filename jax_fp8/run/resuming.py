@@ -49,9 +49,10 @@ def find_run(settings: Settings, name: str, run: JsonObject) -> Existing | None:
         folders = settings.output / settings.resume, Path(settings.resume)
         path = next((folder for folder in folders if steps_in(folder / CHECKPOINTS)), None)
         if path is None:
+            runs = sorted(folder.name for folder in settings.output.glob("*") if steps_in(folder / CHECKPOINTS))
+            has = f"runs with checkpoints are {', '.join(runs)}" if runs else "--checkpoint-every saves checkpoints"
             raise CannotResume(
-                f"--resume must name a run with checkpoints in {settings.output}, got {settings.resume!r}; "
-                "they are saved with --checkpoint-every"
+                f"--resume must name a run with checkpoints in {settings.output}, got {settings.resume!r}; {has}"
             )
     if path is None:
         return None

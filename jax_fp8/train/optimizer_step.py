@@ -20,8 +20,9 @@ import optax
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
+from jax_fp8.optim.adam_state import is_adam
 from jax_fp8.optim.skipping import Skips, choose, choose_step, skips, was_taken, wrote_only_if
-from jax_fp8.optim.updates import InPlace, NotLastError, apply_updates
+from jax_fp8.optim.updates import InPlace, NewParam, NotLastError, apply_updates
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.state.weight_cache import cast_requests, refresh
 
@@ -98,15 +99,35 @@ class OptimizerStep:
         update = partial(self.optimizer.update, gradients, state.opt_state, state.params)
         try:
             with skips() as reports:
-                return *update(in_place=request), reports
+                updates, opt_state = update(in_place=request)
         except NotLastError:
-            warnings.warn(
-                "a transform computes with what fused_adam returns, so this step writes updates and adds them to the "
-                "params, which is slower than in place; move fused_adam to the end of the chain",
-                stacklevel=2,
+            _warn_of_updates(
+                "a transform computes with what fused_adam returns", "move fused_adam to the end of the chain"
             )
-        with skips() as reports:
-            return *update(), reports
+            with skips() as reports:
+                updates, opt_state = update()
+        else:
+            if _has_adam(state.opt_state) and not _is_in_place(updates):
+                _warn_of_updates(
+                    "the transform around fused_adam, such as optax.MultiSteps, does not pass `in_place` on",
+                    "accumulate gradients by make_train_step(..., microbatches=) instead of optax.MultiSteps",
+                )
+        return updates, opt_state, reports
+
+
+def _has_adam(opt_state: PyTree) -> bool:
+    return any(map(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam)))
+
+
+def _is_in_place(updates: PyTree) -> bool:
+    return any(isinstance(leaf, NewParam) for leaf in jax.tree.leaves(updates))
+
+
+def _warn_of_updates(reason: str, remedy: str) -> None:
+    warnings.warn(
+        f"{reason}, so this step writes updates and adds them to the params, which is slower than in place; {remedy}",
+        stacklevel=4,
+    )
 
 
 def metrics_of(loss: jax.Array, counts: jax.Array) -> dict[str, jax.Array]:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,10 +136,44 @@ def test_a_residual_has_the_shape_of_the_result(recipe, shape):
     jax.eval_shape(layer.init, jax.random.key(0), MATRIX, jnp.ones((16, 16)))
 
 
+def own_general(*operands, **options):
+    return jax.lax.dot_general(*operands, **options)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"precision": "highest"},
+        {"precision": jax.lax.Precision.HIGH},
+        {"dot_general": own_general},
+        {"dot_general_cls": fp8.DotGeneral},
+    ],
+    ids=["precision", "high precision", "dot_general", "dot_general_cls"],
+)
+def test_a_product_of_ones_own_is_refused(field):
+    """As a drop-in for `nn.Dense`, `Dense` has its fields; by their defaults it is the same layer."""
+    (name,) = field
+    with pytest.raises(ValueError, match=f"^Dense: {name} must be None, since .*; leave it out, or use flax.linen"):
+        init(fp8.Dense(16, **field), MATRIX)
+    defaults = {"precision": "default", "dot_general": jax.lax.dot_general, "dot_general_cls": None}
+    init(fp8.Dense(16, **{name: defaults[name]}), MATRIX)
+
+
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+def test_a_dtype_that_layers_cannot_compute_in_is_refused_with_the_layer(name):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return fp8.Dense(16, name="up", **{name: jnp.float64})(x)
+
+    with pytest.raises(ValueError, match=f"^up: {name} must be jnp.bfloat16, jnp.float16 or jnp.float32, got .*64"):
+        jax.eval_shape(Model().init, jax.random.key(0), MATRIX)
+
+
 def test_dtypes():
-    for dtype in (jnp.bfloat16, "float16", np.float32, jnp.dtype("float64")):
+    for dtype in (jnp.bfloat16, "float16", np.float32, jnp.dtype("bfloat16")):
         check_dtype("dtype", dtype)
-    for dtype in (None, fp8.E5M2, int, "bf16", 16):
+    for dtype in (None, fp8.E5M2, int, "bf16", 16, jnp.float64, "float64", jnp.complex64):
         with pytest.raises(ValueError, match=r"^dtype must be jnp.bfloat16, jnp.float16 or jnp.float32, got "):
             check_dtype("dtype", dtype)
 

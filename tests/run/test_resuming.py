@@ -299,8 +299,12 @@ def test_a_run_without_checkpoints_is_not_one_to_go_on_with(tmp_path):
     make_run(tmp_path / "mine", every=0)
     settings = dataclasses.replace(Settings(), output=tmp_path, resume="mine")
     with pytest.raises(
-        ValueError, match=r"must name a run with checkpoints in .*, got 'mine'; they are saved with --ch"
+        ValueError, match=r"must name a run with checkpoints in .*, got 'mine'; --checkpoint-every saves checkpoints"
     ):
+        resuming.find_run(settings, "mine", {})
+    make_run(tmp_path / "theirs", checkpoint=3)
+    make_run(tmp_path / "ours", checkpoint=4)
+    with pytest.raises(ValueError, match=r", got 'mine'; runs with checkpoints are ours, theirs$"):
         resuming.find_run(settings, "mine", {})
 
 

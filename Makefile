@@ -4,6 +4,7 @@
 # make test-all `make lint`, every test, and `make versions`, about twice as long
 # make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist
 # make lint     ruff and pyright
+# make docs     the site of docs/ in build/site, with the reference; a warning is an error
 # make install  what all these need; they install it themselves where it is missing
 # make clean    remove environments and built files; runs/ stays
 #
@@ -11,7 +12,7 @@
 # compiled once. PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes
 # to `python -m jax_fp8 train`.
 
-.PHONY: train check test test-all versions lint install clean
+.PHONY: train check test test-all versions lint docs install clean
 
 # An interpreter is usable if it is 3.11 or newer and can make an environment and compile an extension.
 USABLE := import ensurepip, os, sys, sysconfig, venv; \
@@ -30,7 +31,7 @@ OTHERS := $(foreach version,$(filter-out $(VERSION),3.11 3.12),$(if $(call find_
 COMPILER := $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v clang++)
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')
 JAX := jax<0.12
-SOURCES := jax_fp8 tests examples benchmarks csrc
+SOURCES := jax_fp8 tests examples benchmarks csrc docs
 # What `make check` runs: the innermost rooms, without the files that take longest.
 FAST := tests/test_layout.py $(filter-out %attention.py %/test_moe.py %/test_dropout.py %/test_checkpoint_names.py, \
     $(wildcard tests/core/test_*.py tests/ops/test_*.py tests/nn/test_*.py))
@@ -47,7 +48,7 @@ NEVER_RUN := $(if $(GPU),,--config-settings=cmake.define.JAX_FP8_CUDA_ARCHITECTU
 WORKERS := $(shell nproc 2>/dev/null || echo auto)
 # What `pip install ".[test]"` would install, without the project itself.
 REQUIREMENTS := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    names = sum(map(project["optional-dependencies"].get, ("train", "test"$(if $(GPU),$(comma) "cuda"))), project["dependencies"]); \
+    names = sum(map(project["optional-dependencies"].get, ("train", "test", "docs"$(if $(GPU),$(comma) "cuda"))), project["dependencies"]); \
     print(*(name for name in names if not name.startswith("jax_fp8")), sep="\n")
 # Python compiles what is imported, a small part of what is installed. (To pip this says: do not compile.)
 export PIP_NO_COMPILE := no
@@ -80,6 +81,10 @@ lint: .venv/.test
 	.venv/bin/ruff check $(SOURCES)
 	.venv/bin/ruff format --check $(SOURCES)
 	.venv/bin/pyright
+
+docs: .venv/.test
+	.venv/bin/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --fresh-env docs build/site
+	@echo "build/site/index.html is the first page"
 
 clean:
 	rm -rf .venv .venv-3.* build dist .pytest_cache .ruff_cache jax_fp8/_kernels*.so

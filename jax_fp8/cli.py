@@ -133,7 +133,8 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser(command, help=words)
     tuner = commands.add_parser("tune", help="measure cuBLASLt's algorithms for the FP8 GEMMs of a GPT on this GPU")
     tuned = tuner.add_mutually_exclusive_group(required=True)
-    tuned.add_argument("--preset", choices=PRESETS, help="the model")
+    model = f"the model: {', '.join(PRESETS)}"
+    tuned.add_argument("--preset", metavar="NAME", choices=PRESETS, help=model)
     tuned.add_argument("--rates", metavar="FILE", help="measure the rates of `plan --rates FILE` instead")
     tuner.add_argument("--batch", type=int, default=8, help="sequences that one GPU gets a step")
     tuner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")
@@ -148,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
     tuner.add_argument("--bf16-params", action="store_true", help="params in bfloat16: GPT(param_dtype=jnp.bfloat16)")
     tuner.add_argument("--again", action="store_true", help="measure known GEMMs again")
     planner = commands.add_parser("plan", help="what a GPT's training step needs on GPUs that are not here")
-    planner.add_argument("--preset", choices=PRESETS, required=True, help="the model")
+    planner.add_argument("--preset", metavar="NAME", choices=PRESETS, required=True, help=model)
     planner.add_argument("--mesh", default="data=1", help="axes among pipe, data, fsdp and tensor: fsdp=4,tensor=2")
     planner.add_argument("--gpu", choices=GPUS, default="h200", help="the kind of GPU")
     planner.add_argument("--batch", type=int, help="sequences of a step; by default 8 a microbatch of each part")

@@ -1,50 +1,22 @@
-"""What a reader of README and docs relies on: code that runs, links that lead somewhere, pages that render, figures
-that were measured.
+"""What a reader of README and docs relies on: links that lead somewhere, pages that render, figures that were measured.
 
 Each rule is a function from a source tree to the sentences that say where it is broken; each is also tried on a tree
 that breaks it.
 """
 
-import functools
 import json
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import flax.linen as nn
-import jax
 import pytest
+from documents import ROOT, pages
 
-import jax_fp8 as fp8
 from jax_fp8.cli import RUN_COMMANDS
-from jax_fp8.run import export, generate, settings
 
-ROOT = Path(__file__).parent.parent
-PATTERNS = ("*.md", ".github/**/*.md", "docs/*.md", "benchmarks/*.md")  # what programs write is in benchmarks/results
 MAX_COLUMNS = 120
 README_LINES = 130
 MEASURED = "benchmarks/results/gpt_step_1.3b.json"  # a result that is read here, and not linked
-
-# Page: why its code may warn.
-WARNS: dict[str, str] = {}
-# The block whose steps begin with a warm start, as a user's do. On meshes and stages meshes/test_step.py and
-# meshes/test_pipeline.py have one.
-WARM = ("README.md-1",)
-# What other tests run as well: names of params, rows of processes, loops of one's own, a model by its layers.
-SLOW = ("docs/meshes.md-3", "docs/meshes.md-5", "docs/meshes.md-6", "docs/pipelines.md-2")
-
-
-def pages(root: Path) -> dict[str, str]:
-    """The text of every page, by its path."""
-    paths = sorted({path for pattern in PATTERNS for path in root.glob(pattern)})
-    return {str(path.relative_to(root)): path.read_text() for path in paths}
-
-
-def code_blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def prose(text: str) -> str:
@@ -90,7 +62,8 @@ def pages_nobody_finds(root: Path) -> list[str]:
     """Pages in docs/ that its index does not list."""
     index = root / "docs/README.md"
     listed = links(index.read_text()) if index.exists() else []
-    names = sorted(path.name for path in (root / "docs").glob("*.md") if path != index)
+    paths = [path.relative_to(root / "docs") for path in (root / "docs").rglob("*.md") if path != index]
+    names = sorted(str(path) for path in paths if path.parts[0] != "project")  # these show pages from elsewhere
     return [f"docs/{name}: must be in the table of docs/README.md" for name in names if name not in listed]
 
 
@@ -264,66 +237,3 @@ def test_planted_violation_is_found(tmp_path, rule, files, sentence):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert any(sentence in found for found in rule(tmp_path)), rule(tmp_path)
-
-
-CODE = {
-    f"{page}-{number}": (page, code)
-    for page, text in pages(ROOT).items()
-    if not page.startswith(".github")
-    for number, code in enumerate(code_blocks(text, "python"), 1)
-}
-
-
-def blocks():
-    """Under a second jax the first block of each page: the others call the library in the same ways."""
-    for block, (page, _) in CODE.items():
-        marks = [pytest.mark.versions] if block == f"{page}-1" else []
-        yield pytest.param(block, marks=[*marks, pytest.mark.slow] if block in SLOW else marks)
-
-
-def init_in_one_program(module, init, *args, **options):
-    return jax.jit(lambda *args: init(module, *args, **options))(*args)
-
-
-@pytest.mark.parametrize("block", list(blocks()))
-def test_code_runs(block, recwarn, monkeypatch):
-    """Every block by itself, on eight CPU devices, as conftest.py has them. Most begin without a warm start, which is a
-    program of its own, unless they ask for one; and every `init` is one program, for each of its operations would be
-    one."""
-    page, code = CODE[block]
-    monkeypatch.setattr(nn.Module, "init", functools.partialmethod(init_in_one_program, nn.Module.init))
-    if block not in WARM:
-        monkeypatch.setattr(fp8, "make_train_step", functools.partial(fp8.make_train_step, warm_start=False))
-    exec(compile(code, block, "exec"), {"__name__": "__main__"})
-    assert page in WARNS or not recwarn.list
-
-
-def test_a_run_understands_its_commands(monkeypatch):
-    monkeypatch.setattr(settings, "repeated", lambda path: settings.defaults("tiny"))  # of a config that is not there
-    readers = {"train": settings.parse, "generate": generate.read_request, "export": export.read_export}
-    for name, read in readers.items():
-        commands = [
-            c for text in pages(ROOT).values() for c in re.findall(rf"python -m jax_fp8 {name} ([^`\n]+)", text)
-        ]
-        assert commands
-        for command in commands:
-            read(shlex.split(command, comments=True))
-
-
-@pytest.mark.slow
-def test_code_passes_a_type_checker(tmp_path):
-    """As in a user's own editor, which sees the package and its types."""
-    for block, (_, code) in CODE.items():
-        (tmp_path / re.sub(r"\W", "_", block)).with_suffix(".py").write_text(code)
-    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic"}
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0 and "0 errors" in checked.stdout, checked.stdout + checked.stderr
-
-
-def test_readme_trains_a_gpt_in_twelve_lines():
-    (code,) = (code for page, code in CODE.values() if page == "README.md")
-    assert all(name in code for name in ("fp8.GPT(", "fp8.fused_adamw", "fp8.make_train_step"))
-    lines = [line for line in code.splitlines() if line and "import" not in line and "print" not in line]
-    assert len(lines) <= 12

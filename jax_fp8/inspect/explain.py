@@ -177,7 +177,7 @@ def explain(fn: Callable, *args: PyTree, strict: bool = False) -> Explanation:
 
     Args:
       fn: a function, such as `model.apply`, a gradient or a training step.
-      *args: arrays or `jax.ShapeDtypeStruct`s.
+      *args: arrays, or a `jax.ShapeDtypeStruct` in place of any.
       strict: raise a ValueError unless every product that is meant for FP8 will run in the FP8 kernels of this machine.
         It names those that will not: outside of jax_fp8's layers, or by the reference because there are no kernels or
         no GPU with FP8. Without a GPU everything runs by the reference, so strict raises and names the platform.

@@ -127,7 +127,7 @@ def warm_start(
 
 
 def shardings(init_fn: Callable, *args: PyTree, parallel: Parallelism | Mesh) -> PyTree:
-    """The shardings of variables on a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`.
+    """The shardings of variables on a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`:
 
         variables = jax.jit(model.init, out_shardings=fp8.shardings(model.init, key, x, parallel=mesh))(key, x)
 
@@ -138,7 +138,7 @@ def shardings(init_fn: Callable, *args: PyTree, parallel: Parallelism | Mesh) ->
       parallel: a mesh, or a `Parallelism`, whose rules are followed; None is refused.
 
     Returns:
-      A tree like the result, of `jax.sharding.NamedSharding`s.
+      A tree like the result, with a `jax.sharding.NamedSharding` for each array.
     """
     spread = as_parallelism(parallel)
     if spread is None:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax_fp8.core.checks import check_flags, check_integer, check_number
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.recipe import Recipe, check_recipe
-from jax_fp8.core.types import Batch, PyTree, Variables
+from jax_fp8.core.types import Batch, PyTree, RandomLoss, Variables
 from jax_fp8.core.unpicklable import Unpicklable
 from jax_fp8.distributed.microbatches import PendingStep, warn_of_copies
 from jax_fp8.distributed.pipeline_checks import check_pipeline
@@ -263,7 +263,7 @@ class TrainStep(Unpicklable):
 
 
 def make_train_step(
-    loss_fn: Callable[[Variables, Batch], PyTree],
+    loss_fn: Callable[[Variables, Batch], PyTree] | RandomLoss,
     tx: optax.GradientTransformation,
     recipe: Recipe | None,
     microbatches: int = 1,

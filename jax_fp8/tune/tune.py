@@ -47,8 +47,8 @@ def tune(
 
     Args:
       fn: a function, such as a training step; it is traced and not run.
-      *args: arrays or `jax.ShapeDtypeStruct`s. On a mesh with Auto axes, a trace does not know the shapes on one
-        device: then tune the step of one device, with its share of the batch.
+      *args: arrays, or a `jax.ShapeDtypeStruct` in place of any. On a mesh with Auto axes, a trace does not know the
+        shapes on one device: then tune the step of one device, with its share of the batch.
       path: of the table; None is this machine's own, in the user's cache folder.
       again: measure everything anew, as after a new driver.
       report: gets a line for every GEMM, as soon as it is measured.

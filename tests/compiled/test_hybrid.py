@@ -249,7 +249,7 @@ def test_kernels_are_gathered_in_fp8(name):
 @pytest.mark.slow
 def test_kernels_gathered_as_they_are_are_seen(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr("jax_fp8.train.layers.can_be_gathered_in_fp8", lambda places: False)
+    monkeypatch.setattr("jax_fp8.distributed.shard_trace.can_be_gathered_in_fp8", lambda places: False)
     program = compile_step("fsdp 4")
     assert not gathers(program, "f8e4m3fn")
     assert len(gathers(program, "f32", "bf16")) > len(MODES["fsdp 4"].wide)

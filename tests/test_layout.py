@@ -349,7 +349,32 @@ def anys(root: pathlib.Path) -> list[str]:
     ]
 
 
+def names_in_strings(root: pathlib.Path) -> list[str]:
+    """Strings such as "jax_fp8.room.file.name", by which tests replace a function, that name nothing. Those of slow
+    tests would be noticed last.
+    """
+    broken = []
+    for path, tree in python_files(root, "tests", "benchmarks"):
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            if re.fullmatch(r"jax_fp8(\.\w+)+", node.value) and not _is_named(root, node.value.split(".")):
+                broken.append(f"{path}:{node.lineno}: {node.value} must name a module of the package, or a name in one")
+    return broken
+
+
+def _is_named(root: pathlib.Path, parts: list[str]) -> bool:
+    """Whether these are the parts of a module's name, perhaps with a name that the module's text has behind them."""
+    for count in range(len(parts), 0, -1):
+        module = root.joinpath(*parts[:count])
+        file = next((f for f in (module.with_suffix(".py"), module / "__init__.py") if f.exists()), None)
+        if file is not None:
+            return count == len(parts) or re.search(rf"\b{parts[count]}\b", file.read_text()) is not None
+    return False
+
+
 RULES = (
+    names_in_strings,
     upward_imports,
     import_circles,
     misplaced_imports,
@@ -375,6 +400,12 @@ def test_source_tree(rule):
 
 # A rule, the files that break it, and the sentence that must be found.
 PLANTED = [
+    (
+        names_in_strings,
+        {"jax_fp8/core/a.py": "def f(): ...", "tests/test_a.py": 'replace("jax_fp8.core.a.f", "jax_fp8.core.a.g")'},
+        "jax_fp8.core.a.g must name a module of the package",
+    ),
+    (names_in_strings, {"tests/test_a.py": 'replace("jax_fp8.core.gone.f")'}, "jax_fp8.core.gone.f must name"),
     (upward_imports, {"jax_fp8/core/a.py": "from jax_fp8.ops import gemm"}, "core must import only"),
     (upward_imports, {"jax_fp8/train/a.py": "import jax_fp8.nn.dense"}, "got jax_fp8.nn.dense"),
     (

@@ -56,6 +56,30 @@ def test_logits_are_those_of_the_equations(case, folder_of):
     assert distance(our_logits(*fp8.load_huggingface(folder_of(case))), logits_of(case)) < CLOSE
 
 
+RECIPE = fp8.DelayedScaling(amax_history_len=4)
+
+
+@pytest.mark.parametrize(("case", "recipe"), [("gpt2", None), ("gpt2", RECIPE), ("llama", None)], ids=str)
+def test_params_as_they_were_read_may_be_constants_of_a_program(case, recipe, folder_of):
+    """They are NumPy arrays, which a function under `jax.jit` closes over: for logits, gradients and new tokens."""
+    config, params = fp8.load_huggingface(folder_of(case))
+    assert all(isinstance(param, np.ndarray) for param in jax.tree.leaves(params))
+    model, tokens = fp8.GPT(config, recipe=recipe), jnp.asarray(TOKENS[None, :33], jnp.int32)
+    state = {"fp8": model.init(jax.random.key(0), tokens[:, :-1])["fp8"]} if recipe else {}
+    gradient = fp8.value_and_grad(fp8.next_token_loss(model))
+
+    def program(variables, tokens):
+        text = fp8.generate(model, variables, tokens[:, :8], max_new_tokens=4)
+        return model.apply(variables, tokens), gradient(variables, tokens), text
+
+    variables = {"params": params, **state}
+    closed_over = jax.jit(lambda tokens: program(variables, tokens))(tokens)
+    passed = jax.jit(program)(jax.device_put(variables), tokens)
+    for got, wanted in zip(jax.tree.leaves(closed_over), jax.tree.leaves(passed), strict=True):
+        got, wanted = (np.asarray(array, np.float32) for array in (got, wanted))
+        assert np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
+
+
 def interleaved(x):
     return np.stack([-x[..., 1::2], x[..., ::2]], axis=-1).reshape(x.shape)
 

@@ -68,7 +68,9 @@ def test_a_run_understands_its_commands(monkeypatch):
     readers = {"train": settings.parse, "generate": generate.read_request, "export": export.read_export}
     for name, read in readers.items():
         commands = [
-            c for text in pages(ROOT).values() for c in re.findall(rf"python -m jax_fp8 {name} ([^`\n]+)", text)
+            command
+            for text in pages(ROOT).values()
+            for command in re.findall(rf"python -m jax_fp8 {name} ([^`\n]+)", text.replace("\\\n", ""))
         ]
         assert commands
         for command in commands:

@@ -15,7 +15,7 @@ from documents import ROOT, pages
 from jax_fp8.cli import RUN_COMMANDS
 
 MAX_COLUMNS = 120
-README_LINES = 130
+README_LINES = 100
 MEASURED = "benchmarks/results/gpt_step_1.3b.json"  # a result that is read here, and not linked
 
 

@@ -36,7 +36,9 @@ def doctor() -> int:
     """Print the diagnosis. Returns the exit code: 0 when FP8 training works here, 1 when something is broken."""
     findings = [*find_versions(), *find_devices()]
     if findings[-1].what != "devices":  # jax computes at all
-        findings += [*find_kernels(), find_training()]
+        findings += find_kernels()
+        if not (extension.is_broken() and jax.default_backend() == "gpu"):  # nothing can be computed then
+            findings.append(find_training())
     for finding in findings:
         mark = "BROKEN" if finding.broken else "note" if finding.remedy else "ok"
         print(f"{mark:>6}  {finding.what:<10} {finding.found}")

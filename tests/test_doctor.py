@@ -68,6 +68,17 @@ def test_missing_kernels_break_training_on_a_gpu_only(monkeypatch):
     assert on_gpu.remedy == on_cpu.remedy == "no kernels; reinstall"
 
 
+def test_kernels_that_cannot_be_loaded_are_broken_on_a_gpu(monkeypatch, capsys):
+    """The rest is still said, although nothing can be computed in FP8."""
+    describe(False, "gpu", None, monkeypatch)
+    monkeypatch.setattr(extension, "is_broken", lambda: True)
+    assert doctor.doctor() == 1
+    printed = capsys.readouterr().out
+    assert (
+        "BROKEN  kernels" in printed and "no kernels; reinstall" in printed and "training" not in printed.splitlines()
+    )
+
+
 def test_missing_cublaslt_breaks_training_on_a_gpu_only(monkeypatch):
     on_gpu = describe(True, "gpu", None, monkeypatch)[-1]
     assert on_gpu.broken and "jax[cuda13]" in on_gpu.remedy

@@ -182,10 +182,13 @@ def _warn_of_reference() -> None:
 def kernels_run() -> bool:
     """Whether a program for CUDA calls the kernels.
 
-    Warns once where a GPU is present and they cannot run: training would be very slow without a reason to see.
+    Warns once where a GPU is present and they cannot run: training would be very slow without a reason to see. Raises
+    where kernels are installed for this GPU and cannot be loaded.
     """
     reason = extension.missing_reason() or too_old_gpu()
     if reason and jax.default_backend() == "gpu":
+        if extension.is_broken():
+            raise RuntimeError(f"FP8 on this GPU needs the CUDA kernels: {reason}")
         warnings.warn(f"FP8 runs on the slow jnp reference: {reason}", stacklevel=2)
     return reason is None
 

@@ -3,7 +3,7 @@
 The extension `jax_fp8._kernels` is a table from target names to handlers. Importing this file hands the table to XLA,
 once, for the platform CUDA; on a machine without a GPU that only queues it, so the same programs can be lowered and
 compiled there. Nothing fails here when there are no kernels: `built()` says whether there are, `missing_reason()` what
-to do about it.
+to do about it, and `is_broken()` whether they are there and cannot be used.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import jax
 
@@ -24,35 +24,45 @@ PACKAGE = Path(__file__).parents[1]
 ROOMS = ("core", "kernels")  # the Python side of what the extension is called with
 
 
-def _load() -> tuple[ModuleType | None, str]:
-    """The extension, or None and why: of this package, or of an installed one that has the same Python sources."""
+class Loaded(NamedTuple):
+    """The extension, or None and why; `is_broken` if there is one that cannot be loaded."""
+
+    module: ModuleType | None
+    reason: str = ""
+    is_broken: bool = False
+
+
+def _load() -> Loaded:
+    """The extension of this package, or of an installed one that has the same Python sources."""
     try:
-        return importlib.import_module(NAME), ""
+        return Loaded(importlib.import_module(NAME))
     except ModuleNotFoundError as error:
         if error.name != NAME:
-            return None, _not_loaded(error)
+            return _not_loaded(error)
         return _load_installed()
     except ImportError as error:
-        return None, _not_loaded(error)
+        return _not_loaded(error)
 
 
-def _load_installed() -> tuple[ModuleType | None, str]:
+def _load_installed() -> Loaded:
     """A source folder that stands first on Python's path hides the installed package, and has no extension itself.
 
     The extension of the installed one is called in the same way if it came with the same Python sources; with others,
     its kernels may mean something else by the same arguments.
     """
     if not (PACKAGE.parent / "csrc/module.cc").is_file():
-        return None, f"jax_fp8 in {PACKAGE} lacks its extension{_for_another_python(PACKAGE)}; install jax_fp8 again"
+        lacks = f"jax_fp8 in {PACKAGE} lacks its extension{_for_another_python(PACKAGE)}"
+        return Loaded(None, f"{lacks}; install jax_fp8 again")
     here = f"jax_fp8 was imported from its source folder {PACKAGE.parent}, which has no extension"
     path = next(_installed_extensions(), None)
     if path is None:
         missing = f"{sys.executable} has no jax_fp8 installed{_for_another_python(PACKAGE)}"
-        return None, f"{here}, and {missing}; run `pip install .` in the source folder"
+        return Loaded(None, f"{here}, and {missing}; run `pip install .` in the source folder")
     if _sources(path.parent) != _sources(PACKAGE):
-        return None, (
+        return Loaded(
+            None,
             f"{here}, and the jax_fp8 installed in {path.parent} came with other Python sources; "
-            "run `pip install .` in the source folder again, or start Python in another folder"
+            "run `pip install .` in the source folder again, or start Python in another folder",
         )
     return _load_from(path)
 
@@ -80,21 +90,22 @@ def _sources(package: Path) -> dict[Path, bytes]:
     return {path.relative_to(package): path.read_bytes() for path in paths}
 
 
-def _load_from(path: Path) -> tuple[ModuleType | None, str]:
+def _load_from(path: Path) -> Loaded:
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None, path
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        return None, _not_loaded(error)
+        return _not_loaded(error)
     sys.modules[NAME] = module
-    return module, ""
+    return Loaded(module)
 
 
-def _not_loaded(error: ImportError) -> str:
+def _not_loaded(error: ImportError) -> Loaded:
     text = " ".join(str(error).split())
-    return f"jax_fp8's extension is there and cannot be loaded ({text}); install jax_fp8 again, on this machine"
+    reason = f"jax_fp8's extension is there and cannot be loaded ({text}); install jax_fp8 again, on this machine"
+    return Loaded(None, reason, is_broken=True)
 
 
 def _register(extension: ModuleType) -> tuple[str, ...]:
@@ -107,13 +118,18 @@ def _register(extension: ModuleType) -> tuple[str, ...]:
     return tuple(targets)
 
 
-_extension, _not_there = _load()
+_extension, _not_there, _is_broken = _load()
 TARGETS: tuple[str, ...] = _register(_extension) if _extension is not None else ()
 
 
 def built() -> bool:
     """Whether the extension was built with CUDA kernels, and they are registered."""
     return bool(TARGETS)
+
+
+def is_broken() -> bool:
+    """Whether an extension is installed and cannot be loaded, so that somebody expects kernels and would get none."""
+    return _is_broken
 
 
 def missing_reason() -> str | None:

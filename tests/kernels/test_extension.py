@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fp8.kernels import extension
+from jax_fp8.kernels import dispatch, extension
 from jax_fp8.kernels.quantize import sums_results
 
 needs_kernels = pytest.mark.skipif(not extension.built(), reason=str(extension.missing_reason()))
@@ -119,6 +119,7 @@ def test_an_extension_that_came_with_other_sources_is_refused(room, site, monkey
 def test_a_source_folder_without_an_installed_package_says_where_it_stands(site, monkeypatch):
     copy = import_again(monkeypatch, None)
     assert not copy.built() and copy.build_info()["path"] is None
+    assert not copy.is_broken()  # nobody has installed one
     for part in (f"from its source folder {extension.PACKAGE.parent}", f"{sys.executable} has no", "pip install"):
         assert part in copy.missing_reason()
 
@@ -139,8 +140,9 @@ def test_an_installed_package_that_lost_its_extension_says_so(site, monkeypatch)
 
 def test_a_library_that_does_not_load_is_quoted(site, monkeypatch):
     install(site, content=b"not a library")
-    reason = import_again(monkeypatch, None).missing_reason()
-    assert "cannot be loaded" in reason and f"_kernels{SUFFIX}" in reason and "install jax_fp8 again" in reason
+    copy = import_again(monkeypatch, None)
+    assert copy.is_broken() and not extension.is_broken()
+    assert re.search(f"cannot be loaded .*_kernels{re.escape(SUFFIX)}.* install jax_fp8 again", copy.missing_reason())
 
 
 def test_what_the_extension_itself_lacks_is_quoted(monkeypatch):
@@ -150,6 +152,15 @@ def test_what_the_extension_itself_lacks_is_quoted(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", find)
     reason = import_again(monkeypatch, None).missing_reason()
     assert "cannot be loaded (libstdc++.so.6: version `GLIBCXX_3.4.40' not found)" in reason
+
+
+def test_kernels_that_cannot_be_loaded_are_an_error_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(extension, "missing_reason", lambda: "it cannot be loaded")
+    monkeypatch.setattr(extension, "is_broken", lambda: True)
+    assert not (kernels_run := dispatch.kernels_run.__wrapped__)()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(RuntimeError, match="needs the CUDA kernels: it cannot be loaded"):
+        kernels_run()
 
 
 def test_the_module_has_handlers_exactly_when_it_is_built():

@@ -110,7 +110,8 @@ class LayerNormDense(Fp8Module):
     tensor_split: Literal["columns"] | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., features), and with `return_input` (..., in)
+    def __call__(self, x: jax.Array) -> Any:
+        """(..., in) to (..., features); with `return_input` a pair of that and `x`."""
         check_layer(self, x, ("features",))
         check_tensor_split(self, self.tensor_split, ("columns",))
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(x.shape[-1])

@@ -1,7 +1,7 @@
 # make train    install into .venv, then train a small GPT in FP8 and in bfloat16 on real text
 # make check    ruff, pyright and the fast tests, 2 minutes on two cores: what to run after every change
 # make test     every test that is not marked `slow`, 20 minutes on two cores, less when it is run again
-# make test-all `make lint`, every test, and `make versions`, about twice as long
+# make test-all `make lint`, every test, and `make versions`, 50 minutes on two cores
 # make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist
 # make lint     ruff and pyright
 # make docs     the site of docs/ in build/site, with the reference; a warning is an error

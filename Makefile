@@ -5,6 +5,7 @@
 # make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist
 # make lint     ruff and pyright
 # make docs     the site of docs/ in build/site, with the reference; a warning is an error
+# make wheels   sources and wheels for other machines in dist/, checked: for each of Python 3.11 to 3.14 that is here
 # make install  what all these need; they install it themselves where it is missing
 # make clean    remove environments and built files; runs/ stays
 #
@@ -12,7 +13,7 @@
 # compiled once. PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes
 # to `python -m jax_fp8 train`.
 
-.PHONY: train check test test-all versions lint docs install clean
+.PHONY: train check test test-all versions lint docs wheels install clean
 
 # An interpreter is usable if it is 3.11 or newer and can make an environment and compile an extension.
 USABLE := import ensurepip, os, sys, sysconfig, venv; \
@@ -31,6 +32,7 @@ OTHERS := $(foreach version,$(filter-out $(VERSION),3.11 3.12),$(if $(call find_
 COMPILER := $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v clang++)
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')
 JAX := jax<0.12
+WHEEL_PYTHONS = $(foreach version,3.11 3.12 3.13 3.14,$(call find_version,$(version)))
 SOURCES := jax_fp8 tests examples benchmarks csrc docs
 # What `make check` runs: the innermost rooms, without the files that take longest.
 FAST := tests/test_layout.py $(filter-out %attention.py %/test_moe.py %/test_dropout.py %/test_checkpoint_names.py, \
@@ -40,9 +42,11 @@ MARKED = $(shell grep --recursive --files-with-matches --include='test_*.py' 'ma
 comma := ,
 CUDA := $(if $(GPU),$(comma)cuda)
 TARGET := $(if $(GPU),CUDA,for the CPU)
-# Without a GPU nothing runs the kernels: they are compiled for the one architecture that tests compile programs for,
-# and hardly optimized, which takes half the time.
-NEVER_RUN := $(if $(GPU),,--config-settings=cmake.define.JAX_FP8_CUDA_ARCHITECTURES=90a-real \
+NVCC := $(or $(CUDACXX),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+# Without a GPU nothing runs the kernels. Where nvcc is, tests need them: they are compiled for the one architecture that
+# tests compile programs for, and hardly optimized, which takes half the time.
+NEVER_RUN := $(if $(GPU)$(if $(NVCC),,none),,--config-settings=cmake.define.JAX_FP8_KERNELS=ON \
+    --config-settings=cmake.define.JAX_FP8_CUDA_ARCHITECTURES=90a-real \
     --config-settings=cmake.define.CMAKE_CUDA_FLAGS="-Xptxas -O1")
 # One test process for every core that this one may use.
 WORKERS := $(shell nproc 2>/dev/null || echo auto)
@@ -85,6 +89,12 @@ lint: .venv/.test
 docs: .venv/.test
 	.venv/bin/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --fresh-env docs build/site
 	@echo "build/site/index.html is the first page"
+
+wheels:
+	$(if $(WHEEL_PYTHONS),,$(error $(NO_PYTHON)))
+	$(if $(COMPILER),,$(error $(NO_COMPILER)))
+	@echo "compiling the kernels for three architectures, then building and checking wheels: 6 minutes on two cores"
+	$(firstword $(WHEEL_PYTHONS)) csrc/wheels.py $(WHEEL_PYTHONS)
 
 clean:
 	rm -rf .venv .venv-3.* build dist .pytest_cache .ruff_cache jax_fp8/_kernels*.so

@@ -4,11 +4,10 @@
 differ on the site, and both happen here when Sphinx reads a page:
 
     a page outside docs/, such as BUILD.md     is read through its stub in docs/project/
-    a link to a file that is not on the site   leads to the repository, if DOCS_REPOSITORY holds its address;
+    a link to a file that is not on the site   leads to the repository, if JAX_FP8_REPOSITORY holds its address;
                                                otherwise only its text stays
 """
 
-import os
 import posixpath
 import re
 import sys
@@ -19,8 +18,10 @@ from sphinx.application import Sphinx
 import jax_fp8
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "csrc"))
 import directives
 import signatures
+from package_metadata import LINK, repository
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,8 +61,6 @@ PROJECT_PAGES = {
     "benchmarks/log.md": "project/log",
 }
 HOME = ("README.md", "docs/README.md")
-REPOSITORY = os.environ.get("DOCS_REPOSITORY", "").rstrip("/")
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def read_page(app: Sphinx, document: str, source: list[str]) -> None:
@@ -95,7 +94,7 @@ def site_link(page: str, document: str, mark: str, text: str, link: str) -> str:
     if target in PROJECT_PAGES or (target.startswith("docs/") and target.endswith(".md")):
         name = PROJECT_PAGES[target] + ".md" if target in PROJECT_PAGES else target.removeprefix("docs/")
         return f"[{text}]({_relative(name, document)}{'#' + anchor if anchor else ''})"
-    return f"[{text}]({REPOSITORY}/blob/main/{target})" if REPOSITORY else text
+    return f"[{text}]({repository()}/blob/main/{target})" if repository() else text
 
 
 def _relative(target: str, document: str) -> str:

@@ -16,3 +16,15 @@ def pages(root: Path) -> dict[str, str]:
 
 def code_blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def prose(text: str) -> str:
+    """A page without its code: fenced, indented, or within a line."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "`code`", text)
+
+
+def links(text: str) -> list[str]:
+    """Targets of the links of a page, pictures among them."""
+    return re.findall(r"\]\(([^)\s]+)\)", prose(text))

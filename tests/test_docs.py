@@ -10,20 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import ROOT, pages
+from documents import ROOT, links, pages
 
 from jax_fp8.cli import RUN_COMMANDS
 
 MAX_COLUMNS = 120
 README_LINES = 100
 MEASURED = "benchmarks/results/gpt_step_1.3b.json"  # a result that is read here, and not linked
-
-
-def prose(text: str) -> str:
-    """A page without its code: fenced, indented, or within a line."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
-    return re.sub(r"`[^`\n]*`", "`code`", text)
 
 
 def anchors(text: str) -> set[str]:
@@ -36,10 +29,6 @@ def anchors(text: str) -> set[str]:
             slug if slug not in found else next(f"{slug}-{i}" for i in range(1, 99) if f"{slug}-{i}" not in found)
         )
     return found
-
-
-def links(text: str) -> list[str]:
-    return re.findall(r"\]\(([^)\s]+)\)", prose(text))
 
 
 def broken_links(root: Path) -> list[str]:

@@ -82,9 +82,8 @@ def test_links_of_the_site(arguments, site):
 
 
 def test_links_into_the_repository(site, monkeypatch):
-    conf = site("conf")
-    monkeypatch.setattr(conf, "REPOSITORY", "https://example.org/a/b")
-    link = conf.site_link("docs/flax.md", "flax", "", "text", "../examples/linen.py")
+    monkeypatch.setenv("JAX_FP8_REPOSITORY", "https://example.org/a/b/")
+    link = site("conf").site_link("docs/flax.md", "flax", "", "text", "../examples/linen.py")
     assert link == "[text](https://example.org/a/b/blob/main/examples/linen.py)"
 
 

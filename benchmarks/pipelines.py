@@ -1,7 +1,7 @@
 """Costs of pipeline schedules, computed and not measured: a table, and a picture with their timelines.
 
     python benchmarks/pipelines.py --stages 4 --microbatches 12
-    python benchmarks/pipelines.py --output docs/pipelines.png
+    python benchmarks/pipelines.py --output docs/explanation/pipelines.png
 
 Nothing runs on a device. All stages synchronize at the end of every tick, as in the real step. Times are in units of a
 forward's time, unless `--costs` sets others.

@@ -91,7 +91,7 @@ def site_link(page: str, document: str, mark: str, text: str, link: str) -> str:
         return f"![{text}]({_relative(posixpath.relpath(target, 'docs'), document)})"
     if target in HOME:
         return f"[{text}]({_relative('index.rst', document)})"
-    if target in PROJECT_PAGES or (target.startswith("docs/") and target.endswith(".md")):
+    if target in PROJECT_PAGES or (target.startswith("docs/") and target.endswith((".md", ".ipynb"))):
         name = PROJECT_PAGES[target] + ".md" if target in PROJECT_PAGES else target.removeprefix("docs/")
         return f"[{text}]({_relative(name, document)}{'#' + anchor if anchor else ''})"
     return f"[{text}]({repository()}/blob/main/{target})" if repository() else text

@@ -22,7 +22,12 @@ WARNS: dict[str, str] = {}
 # meshes/test_pipeline.py have one.
 WARM = ("README.md-1",)
 # What other tests run as well: names of params, rows of processes, loops of one's own, a model by its layers.
-SLOW = ("docs/meshes.md-3", "docs/meshes.md-5", "docs/meshes.md-6", "docs/pipelines.md-2")
+SLOW = (
+    "docs/how_to/tensor_parallel.md-2",
+    "docs/how_to/own_jit.md-2",
+    "docs/how_to/processes.md-1",
+    "docs/explanation/pipelines.md-2",
+)
 
 CODE = {
     f"{page}-{number}": (page, code)

@@ -4,7 +4,8 @@
             ─seconds_of→ about how long a step takes
 
 The compiler's figures are exact, but take minutes; these formulas take no time. They are good enough to rule out meshes
-that cannot fit, to rank the others, and to say which change would make a step fit. docs/memory.md explains the bytes.
+that cannot fit, to rank the others, and to say which change would make a step fit. docs/explanation/memory.md explains
+the bytes.
 """
 
 from dataclasses import dataclass, replace
@@ -244,7 +245,7 @@ def operations_of(setting: Setting) -> float:
 
 
 # Constants fitted to the compiled steps of GPT-3 1.3B on one and two GPUs, whose times plan/step_time.py estimates.
-FULL = 4.5  # bytes of a token's residuals in a layer with remat="full", divided by the width; docs/memory.md
+FULL = 4.5  # bytes of a token's residuals in a layer with remat="full", by the width; docs/explanation/memory.md
 HOST_RATE = 50e9  # bytes a second between a device and its host's memory, each way; docs/performance.md
 AGAIN = 12  # bytes of a token that `recompute` reads and writes again in a layer, divided by the width
 TOUCHED = 7  # bytes that a layer reads and writes, as a multiple of its residuals

@@ -21,6 +21,7 @@ COLUMNS = 240  # of a map, at most; a screen has room for so many
 # A map with very many rows has fewer columns, so that it has at most so many cells and the page stays small.
 LEAST_COLUMNS, CELLS = 40, 64_000
 HEAT = ("heat0", "heat1", "heat2", "heat3", "heat4", "heat5", "heat6")
+NEUTRAL = ("heat0", "even")
 AROUND = ("low2", "low1", "low0", "even", "high0", "high1", "high2")  # from too small to too large
 
 
@@ -122,9 +123,13 @@ def _map(
       scales: the quantities that a reader can choose.
       values: by quantity, (rows, columns).
       broken: bool (rows, columns): cells with elements that are not finite.
+
+    Returns:
+      What page.js reads, and `quiet`: whether the map is of one color, which says that all is well.
     """
     ends = np.append(starts[1:], len(diagnosed.steps)) - 1
     return {
+        "quiet": not broken.any() and _is_neutral(scales[0], values[scales[0].name]),
         "rows": rows,
         "columns": np.stack([diagnosed.steps[starts], diagnosed.steps[ends]], axis=1).tolist(),
         "scales": [scale._asdict() for scale in scales],
@@ -132,6 +137,12 @@ def _map(
         "units": UNITS,
         "broken": np.flatnonzero(broken).tolist(),
     }
+
+
+def _is_neutral(scale: Scale, values: np.ndarray) -> bool:
+    """Whether all values that are known have the color that says nothing."""
+    colors = np.searchsorted(scale.bounds, values[~np.isnan(values)], side="right")
+    return bool((np.isin(np.array(scale.colors)[colors], NEUTRAL)).all())
 
 
 def encode(values: np.ndarray) -> str:

@@ -52,6 +52,7 @@ class HealthMap {
     this.values = Object.fromEntries(Object.entries(this.data.values).map(([name, text]) => [name, decode(text)]));
     this.broken = new Set(this.data.broken);
     this.canvas = section.querySelector("canvas");
+    this.details = section.querySelector("details");
     this.legend = section.querySelector(".legend");
     this.scale = this.data.scales[0];
     this.part = "";
@@ -110,7 +111,7 @@ class HealthMap {
   // Where things are, in CSS pixels: a gutter of names, the cells, and step numbers above and below.
   layout() {
     const rows = this.shown(), width = this.canvas.parentElement.clientWidth, narrow = width < 620;
-    const room = this.data.rows[0][1] ? 900 : 600, least = this.part ? 11 : 4;
+    const room = (this.data.rows[0][1] ? 900 : 600) * (narrow ? 0.5 : 1), least = this.part ? 11 : 4;
     const height = Math.max(least, Math.min(18, Math.floor(room / rows.length)));
     const parts = this.part ? 1 : new Set(this.data.rows.map(row => row[1])).size;
     const short = narrow || height * parts < 11;
@@ -124,6 +125,7 @@ class HealthMap {
   }
 
   draw() {
+    if (!this.details.open) return;
     const place = this.layout(), ratio = devicePixelRatio || 1, context = this.canvas.getContext("2d");
     const height = place.rows.length * place.row, whole = height + 2 * place.top;
     this.canvas.width = Math.round(place.total * ratio);
@@ -230,6 +232,7 @@ class HealthMap {
 
   mark(layer, tensor) {
     this.marked = this.data.rows.findIndex(row => row[0] === layer && row[1] === tensor);
+    this.details.open = true;
     this.draw();
     const place = this.layout(), line = place.rows.indexOf(this.marked);
     const top = this.canvas.getBoundingClientRect().top + scrollY + place.top + line * place.row;

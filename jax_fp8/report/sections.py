@@ -98,7 +98,7 @@ def _curves(folder: RunFolder, name: str) -> list[Curve]:
 
 
 def map_section(title: str, about: str, name: str, data: JsonObject) -> str:
-    """A map with its switches, which page.js draws.
+    """A map with its switches, which page.js draws; one in which all is well is closed.
 
     Args:
       about: HTML that explains the map.
@@ -111,11 +111,20 @@ def map_section(title: str, about: str, name: str, data: JsonObject) -> str:
         switches += _switch(name, "part", [("", "all tensors"), *((part, part + "s") for part in parts)])
     content = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
     return (
-        f'<section data-map="{escape(name)}"><h2>{escape(title)}</h2><p>{about}</p>{switches}'
+        f'<section data-map="{escape(name)}"><h2>{escape(title)}</h2>{_summary(data)}<p>{about}</p>{switches}'
         f'<ul class="legend"></ul><div class="frame"><canvas tabindex="0" role="img" '
         f'aria-label="{escape(title)}: a map of layers over steps, arrow keys move"></canvas></div>'
-        f'<script type="application/json">{content}</script></section>'
+        f'<script type="application/json">{content}</script></details></section>'
     )
+
+
+def _summary(data: JsonObject) -> str:
+    """The start of the part that opens and closes, with a line that says what the map shows."""
+    rows, first, last = data["rows"], data["columns"][0][0], data["columns"][-1][1]
+    shown = f"{counted(len(rows), 'tensor' if rows[0][1] else 'layer')}, steps {first:,} to {last:,}"
+    if data["quiet"]:
+        return f'<details><summary><span class="level good">all well</span> {shown}: open the map</summary>'
+    return f"<details open><summary>{shown}</summary>"
 
 
 def _switch(name: str, kind: str, choices: list[tuple[str, str]]) -> str:

@@ -1,11 +1,11 @@
-"""Table and picture of schedules, benchmarks/pipelines.py: what docs/pipelines.md shows is what is computed."""
+"""Table and picture of schedules, benchmarks/pipelines.py: what docs/explanation/pipelines.md shows is what is computed."""
 
 import pathlib
 import re
 
 import pytest
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/pipelines.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/explanation/pipelines.md"
 
 
 def test_the_page_shows_what_is_computed(benchmark, capsys):

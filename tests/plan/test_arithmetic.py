@@ -30,7 +30,7 @@ RATES = rates_of("h200")
 
 
 def test_what_a_layer_keeps_of_a_token():
-    """The table of docs/memory.md: 23 widths, 20 with recompute; `tensor` divides some of it."""
+    """The table of docs/explanation/memory.md: 23 widths, 20 with recompute; `tensor` divides some of it."""
     h = GPT.width
     assert bytes_of_a_token(BASE) == 23 * h and bytes_of_a_token(replace(BASE, recompute=True)) == 20 * h
     split = replace(BASE, tensor=4)

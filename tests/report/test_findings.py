@@ -57,7 +57,7 @@ def test_no_warnings_of_numpy_for_extreme_numbers(tmp_path):
 
 
 def test_the_documentation_has_every_kind_and_its_threshold():
-    page = (Path(__file__).parents[2] / "docs/diagnostics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how_to/diagnose.md").read_text()
     rows = {cells[1].strip(): cells[2] for line in page.splitlines() if len(cells := line.split("|")) == 5}
     kinds = {*tensor_checks.REMEDIES, *step_checks.REMEDIES}
     assert kinds == {kind for name in rows for kind in name.split(", ")} & kinds

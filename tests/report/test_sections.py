@@ -112,3 +112,19 @@ def test_the_table_and_the_map(log, tmp_path):
     content = json.loads(re.search('<script type="application/json">(.*?)</script>', drawn)[1])
     assert content["rows"][0] == ["h_0/attention/query+key+value", "input"]
     assert drawn.count('data-kind="scale"') == 5 and drawn.count('data-kind="part"') == 4
+
+
+def test_a_map_in_which_all_is_well_is_closed(log, tmp_path):
+    diagnosed = read_run(log.write(tmp_path / "run")).diagnosed["delayed"]
+    drawn = map_section("Health", "about", "delayed", tensor_map(diagnosed))
+    assert '<details><summary><span class="level good">all well</span> 24 tensors, steps 10 to 400: open' in drawn
+    freeze(log, "h_1/mlp/down", "output_gradient", 12)  # negative control
+    diagnosed = read_run(log.write(tmp_path / "other")).diagnosed["delayed"]
+    drawn = map_section("Health", "about", "delayed", tensor_map(diagnosed))
+    assert "<details open><summary>24 tensors, steps 10 to 400</summary>" in drawn
+
+
+def test_a_map_with_a_value_that_is_not_finite_is_open(log, tmp_path):
+    log.tensor(5, "h_1/mlp/down", "output_gradient").update(nonfinite=0.25)
+    diagnosed = read_run(log.write(tmp_path / "run")).diagnosed["delayed"]
+    assert not tensor_map(diagnosed)["quiet"]

@@ -24,9 +24,9 @@ WARM = ("README.md-1",)
 # What other tests run as well: names of params, rows of processes, loops of one's own, a model by its layers.
 SLOW = (
     "docs/how_to/tensor_parallel.md-2",
-    "docs/how_to/own_jit.md-2",
+    "docs/how_to/own_jit.md-1",
     "docs/how_to/processes.md-1",
-    "docs/explanation/pipelines.md-2",
+    "docs/how_to/pipelines.md-2",
 )
 
 CODE = {

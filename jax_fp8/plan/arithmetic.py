@@ -3,9 +3,8 @@
     Setting ─memory_of→ bytes of a device by kind
             ─seconds_of→ about how long a step takes
 
-The compiler's figures are exact, but take minutes; these formulas take no time. They are good enough to rule out meshes
-that cannot fit, to rank the others, and to say which change would make a step fit. docs/explanation/memory.md explains
-the bytes.
+The compiler's figures are exact, but take minutes; these formulas take no time. They can rule out meshes that do not
+fit, rank the others, and say which change makes a step fit. docs/explanation/memory.md explains the bytes.
 """
 
 from dataclasses import dataclass, replace

@@ -29,7 +29,7 @@ from variants import SHAPES, Shape
 
 import jax_fp8 as fp8
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, zero_metrics
-from jax_fp8.train.train_step import TrainStep
+from jax_fp8.train.step import TrainStep
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 START = time.perf_counter()

@@ -1,7 +1,8 @@
 """Signatures and docstrings as the reference shows them.
 
 Signatures are as one would write them: defaults by their names, and no fields of Flax's own. Instead of
-`dtype: str | type[Any] | ... = <class 'jax.numpy.bfloat16'>` there is `dtype=bfloat16`.
+`dtype: str | type[Any] | ... = <class 'jax.numpy.bfloat16'>` there is `dtype=bfloat16`. A constant is documented by the
+comment `#:` above it.
 
 Docstrings are plain text, in which indented lines behind a colon are code. Sphinx wants two colons there.
 """
@@ -11,23 +12,32 @@ import inspect
 import re
 
 import flax.linen as nn
+from flax import nnx
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 import jax_fp8 as fp8
 from jax_fp8.core.recipe import Recipe
 
 OF_FLAX = ("parent", "name")  # fields that every module has
+CONSTANTS = "jax_fp8.core.formats"  # the module that defines them
 
 
 def process(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str, returned: str
 ) -> tuple[str, None] | None:
     """The signature of a dataclass or a Flax module, and no return type. Called by autodoc; None changes nothing."""
-    if what != "class" or not (isinstance(obj, type) and dataclasses.is_dataclass(obj)):
+    if what != "class" or not isinstance(obj, type):
+        return None
+    if issubclass(obj, nnx.Module):
+        _, *given = inspect.signature(obj.__init__).parameters.values()  # without `self`
+    elif dataclasses.is_dataclass(obj):
+        given = inspect.signature(obj).parameters.values()
+    else:
         return None
     parameters = [
         parameter.replace(annotation=parameter.empty, default=Written.from_default(parameter.default))
-        for parameter in inspect.signature(obj).parameters.values()
+        for parameter in given
         if not (issubclass(obj, nn.Module) and parameter.name in OF_FLAX)
     ]
     return str(inspect.Signature(parameters)), None
@@ -49,7 +59,7 @@ class Written:
             return cls(name)
         if callable(default):  # a dtype, or a function, perhaps one that another function has made
             return cls(getattr(default, "__qualname__", repr(default)).replace(".<locals>.init", "()"))
-        if repr(default) == "<factory>":
+        if repr(default) == "<factory>" or default == {}:
             return cls("{}")
         if isinstance(default, Recipe) and default == type(default)():
             return cls(f"{type(default).__name__}()")
@@ -57,6 +67,12 @@ class Written:
 
     def __repr__(self) -> str:
         return self.text
+
+
+def document_constant(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Put the comment of a constant in the place of the docstring of its type. Called by autodoc."""
+    if what == "data":
+        lines[:] = ModuleAnalyzer.for_module(CONSTANTS).find_attr_docs()["", name.rpartition(".")[2]]
 
 
 def mark_code(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -70,4 +86,5 @@ def mark_code(app: Sphinx, what: str, name: str, obj: object, options: object, l
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", process)
+    app.connect("autodoc-process-docstring", document_constant, priority=300)
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # Napoleon's is 500

@@ -35,7 +35,8 @@ from jax_fp8.parallel.names import rules_from_names
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.state.weight_cache import cast_weights
 from jax_fp8.train.custom_loop import shardings, value_and_grad, warm_start
-from jax_fp8.train.diagnostics import Diagnostics, find_fault
+from jax_fp8.train.diagnostics import Diagnostics
+from jax_fp8.train.faults import find_fault
 from jax_fp8.train.train_step import make_train_step
 from jax_fp8.tune.gemm_table import GemmTable, tuned_gemms
 from jax_fp8.tune.tune import tune

@@ -9,11 +9,12 @@ import re
 import pytest
 
 import jax_fp8 as fp8
+import jax_fp8.nnx
 from jax_fp8 import cli
 
 pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-NAMED = r"^\.\. (?:auto(?:class|function)|data):: (\S+)$"
+NAMED = r"^\.\. auto(?:class|function|data):: (\S+)$"
 
 
 @pytest.fixture
@@ -56,12 +57,12 @@ def test_a_command_that_does_not_exist_is_no_page(site):
 
 
 LINKS = {
-    ("docs/flax.md", "flax", "", "meshes.md#the-axes"): "[text](meshes.md#the-axes)",
-    ("docs/flax.md", "flax", "", "#evaluation"): "[text](#evaluation)",
-    ("docs/flax.md", "flax", "", "https://jax.dev/a.md"): "[text](https://jax.dev/a.md)",
-    ("docs/flax.md", "flax", "", "../BUILD.md#what-is-built"): "[text](project/build.md#what-is-built)",
-    ("docs/flax.md", "flax", "", "../README.md"): "[text](index.rst)",
-    ("docs/tutorials/own_model.md", "tutorials/own_model", "", "../flax.md"): "[text](../flax.md)",
+    ("docs/status.md", "status", "", "how_to/meshes.md#the-axes"): "[text](how_to/meshes.md#the-axes)",
+    ("docs/status.md", "status", "", "#evaluation"): "[text](#evaluation)",
+    ("docs/status.md", "status", "", "https://jax.dev/a.md"): "[text](https://jax.dev/a.md)",
+    ("docs/status.md", "status", "", "../BUILD.md#what-is-built"): "[text](project/build.md#what-is-built)",
+    ("docs/status.md", "status", "", "../README.md"): "[text](index.rst)",
+    ("docs/tutorials/own_model.md", "tutorials/own_model", "", "../status.md"): "[text](../status.md)",
     ("docs/tutorials/own_model.md", "tutorials/own_model", "!", "own.png"): "![text](own.png)",
     ("benchmarks/log.md", "project/log", "", "README.md"): "[text](benchmarks.md)",
     ("benchmarks/log.md", "project/log", "", "../docs/performance.md"): "[text](../performance.md)",
@@ -71,7 +72,7 @@ LINKS = {
         "!",
         "results/convergence.png",
     ): "![text](../../benchmarks/results/convergence.png)",
-    ("docs/flax.md", "flax", "", "../benchmarks/results/meshes.json"): "text",
+    ("docs/status.md", "status", "", "../benchmarks/results/meshes.json"): "text",
 }
 
 
@@ -83,7 +84,7 @@ def test_links_of_the_site(arguments, site):
 
 def test_links_into_the_repository(site, monkeypatch):
     monkeypatch.setenv("JAX_FP8_REPOSITORY", "https://example.org/a/b/")
-    link = site("conf").site_link("docs/flax.md", "flax", "", "text", "../examples/linen.py")
+    link = site("conf").site_link("docs/status.md", "status", "", "text", "../examples/linen.py")
     assert link == "[text](https://example.org/a/b/blob/main/examples/linen.py)"
 
 
@@ -94,7 +95,18 @@ def test_a_signature_is_short(site):
     assert "parent" not in signature and "<" not in signature
     signature, _ = process(None, "class", "", fp8.DelayedScaling, None, "", "")
     assert "fp8_format=HYBRID" in signature
+    signature, _ = process(None, "class", "", jax_fp8.nnx.Linear, None, "", "")
+    assert signature.startswith("(in_features, out_features, *, use_bias=True, dtype=bfloat16,")
+    assert "recipe=DelayedScaling()" in signature and "kernel_metadata={}" in signature
     assert process(None, "function", "", fp8.matmul, None, "(x)", "") is None
+
+
+def test_a_constant_has_its_comment(site):
+    lines = ["What the docstring of its type says."]
+    site("signatures").document_constant(None, "class", "jax_fp8.E4M3", fp8.E4M3, None, lines)
+    assert lines == ["What the docstring of its type says."]
+    site("signatures").document_constant(None, "data", "jax_fp8.E4M3", fp8.E4M3, None, lines)
+    assert lines[0].startswith("The FP8 dtype with 4 exponent and 3 mantissa bits") and "Example:" in lines
 
 
 def test_code_in_a_docstring_is_marked(site):

@@ -11,7 +11,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+#: The FP8 dtype with 4 exponent and 3 mantissa bits, `jnp.float8_e4m3fn`, for activations and weights.
+#:
+#: Its largest number is 448, and it has no infinity (https://arxiv.org/abs/2209.05433).
+#:
+#: Example:
+#:   >>> import jax.numpy as jnp
+#:   >>> import jax_fp8 as fp8
+#:   >>> float(jnp.finfo(fp8.E4M3).max)
+#:   448.0
 E4M3 = jnp.float8_e4m3fn
+
+#: The FP8 dtype with 5 exponent and 2 mantissa bits, `jnp.float8_e5m2`, for gradients, which need more range.
+#:
+#: Its largest finite number is 57,344 (https://arxiv.org/abs/2209.05433).
+#:
+#: Example:
+#:   >>> import jax.numpy as jnp
+#:   >>> import jax_fp8 as fp8
+#:   >>> float(jnp.finfo(fp8.E5M2).max)
+#:   57344.0
 E5M2 = jnp.float8_e5m2
 
 # The three tensors of a GEMM: rows of its scales and of its amax history.
@@ -20,7 +39,20 @@ INPUT, KERNEL, OUTPUT_GRADIENT = 0, 1, 2
 
 @dataclass(frozen=True)
 class Format:
-    """The FP8 dtype of the forward operands (input, kernel) and that of the output gradient."""
+    """A pair of FP8 dtypes: one for the forward operands of a GEMM, one for its output gradient.
+
+    Args:
+      forward: FP8 dtype of input and kernel. It must be E4M3: Hopper has no GEMM of two E5M2 operands.
+      backward: FP8 dtype of the output gradient, E4M3 or E5M2.
+
+    Raises:
+      ValueError: if `forward` is not E4M3, or if `backward` is neither E4M3 nor E5M2.
+
+    Example:
+      >>> import jax_fp8 as fp8
+      >>> fp8.Format(forward=fp8.E4M3, backward=fp8.E5M2) == fp8.HYBRID
+      True
+    """
 
     forward: jax.typing.DTypeLike
     backward: jax.typing.DTypeLike
@@ -41,6 +73,14 @@ class Format:
         return self.backward if tensor == OUTPUT_GRADIENT else self.forward
 
 
+#: `Format(forward=E4M3, backward=E5M2)`, the default of recipes.
+#:
+#: Gradients need range more than precision (https://arxiv.org/abs/2209.05433).
+#:
+#: Example:
+#:   >>> import jax_fp8 as fp8
+#:   >>> fp8.DelayedScaling().fp8_format == fp8.HYBRID
+#:   True
 HYBRID = Format(forward=E4M3, backward=E5M2)
 
 

@@ -20,7 +20,7 @@ from jax_fp8.core.types import PyTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Fp8Array:
-    """`x ≈ values * scale`, with `values` in E4M3 or E5M2 and `scale` float32.
+    """An array in FP8: `x ≈ values * scale`, with one scale for the whole array or one for each tile.
 
     The shape of `scale` is its granularity: f32[] is one scale for the whole array; of an array (m, n) with tiles of
     1 x 128, f32[m, ceil(n / 128)]. The last tile of a dim may be cut: then `tile` must say how long the others are.
@@ -29,6 +29,15 @@ class Fp8Array:
       values: E4M3 or E5M2, of any shape.
       scale: f32[], or one for each tile.
       tile: how many elements of each dim share a scale; None where the shapes tell. Static.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> x = fp8.Fp8Array(jnp.full((2, 4), 3, fp8.E4M3), scale=jnp.float32(0.5))
+      >>> x.shape, x.dtype.name, x.granularity
+      ((2, 4), 'float8_e4m3fn', (2, 4))
+      >>> x.dequantize()[0]
+      Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
 
     values: jax.Array
@@ -64,7 +73,17 @@ class Fp8Array:
         return tile_of(self.shape, self.scale.shape) if self.tile is None else self.tile
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """`values * scale`, computed in float32 and rounded once to `dtype`."""
+        """Compute `values * scale` in float32, and round it once.
+
+        Args:
+          dtype: of the result.
+
+        Returns:
+          An array in `dtype`, of the shape of `values`.
+
+        Raises:
+          ValueError: if the shape of `scale` fits no tiling of `values`.
+        """
         return (self.values.astype(jnp.float32) * spread(self.scale, self.shape, self.tile)).astype(dtype)
 
     def __array__(self, dtype: jax.typing.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:

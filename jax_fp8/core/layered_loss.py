@@ -14,8 +14,10 @@ from jax_fp8.core.types import Batch, PyTree, Variables
 
 @dataclass(frozen=True)
 class LayeredLoss:
-    """`loss_fn(variables, batch)` in pieces, with layers that all have variables of the same structure, shapes and
-    dtypes. `fp8.next_token_loss(GPT(...))` is one.
+    """A loss in pieces, with layers that a pipeline gives to its stages; called as `loss_fn(variables, batch)`.
+
+    The variables of all layers have the same structure, shapes and dtypes. `fp8.next_token_loss(GPT(...))` is such a
+    loss.
 
     Args:
       layers: the names of the layers, in order. Each is a key of every collection in which the layers have variables.
@@ -28,6 +30,22 @@ class LayeredLoss:
       on_host: the layers with residuals in the host's memory (core/checkpoint_names.py). Gradients are then computed
         layer by layer, so that the copies to the host and back have their place in the order.
       whole_batch: as in `WholeBatchLoss`.
+
+    Raises:
+      ValueError: when it is called with options such as rngs, if `whole` is None.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> loss_fn = fp8.LayeredLoss(
+      ...     layers=("layer_0", "layer_1"),
+      ...     first=lambda variables, batch: batch,
+      ...     layer=lambda variables, x, name: x * variables["params"][name]["weight"],
+      ...     last=lambda variables, x, batch: jnp.mean(x),
+      ... )
+      >>> params = {name: {"weight": jnp.float32(3)} for name in loss_fn.layers}
+      >>> loss_fn({"params": params}, jnp.ones(4))
+      Array(9., dtype=float32)
     """
 
     layers: tuple[str, ...]
@@ -39,8 +57,9 @@ class LayeredLoss:
     whole_batch: Callable[[Batch], Batch] | None = None
 
     def kind_of(self, name: str) -> Hashable:
-        """What a layer computes with its variables: equal for layers that compute the same, forward and backward. Only
-        `LayersByKind` says so; any other layer is a kind of its own.
+        """What a layer computes with its variables: equal for layers that compute the same, forward and backward.
+
+        Only `LayersByKind` says so; any other layer is a kind of its own.
         """
         return self.layer.kind_of(name) if isinstance(self.layer, LayersByKind) else name
 
@@ -76,13 +95,27 @@ class LayersByKind:
 
 @dataclass(frozen=True)
 class WholeBatchLoss:
-    """`loss_fn(variables, batch)` that needs a fact of the whole batch, such as its number of trained tokens, also when
-    it sees only a part.
+    """A loss that needs a fact of the whole batch, such as its number of trained tokens, also for a part of the batch.
+
+    It is called as `loss_fn(variables, batch)`.
 
     Args:
       loss_fn: the loss. Its batch is the result of `whole_batch` or a part of it, or a batch that was never split.
       whole_batch: `whole_batch(batch) -> batch` adds such facts. A step calls it once, before it splits the batch into
         microbatches, so each array of the result has the rows of the batch. None leaves the batch as it is.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> def add_trained_per_row(batch):
+      ...     rows = len(batch["mask"])
+      ...     return {**batch, "per_row": jnp.full(rows, jnp.sum(batch["mask"]) / rows)}
+      >>> def mean_loss(variables, batch):
+      ...     return jnp.sum(batch["mask"] * variables["params"]["loss"]) / jnp.sum(batch["per_row"])
+      >>> loss_fn = fp8.WholeBatchLoss(mean_loss, add_trained_per_row)
+      >>> batch = loss_fn.whole_batch({"mask": jnp.array([[1, 1], [1, 0]])})
+      >>> loss_fn({"params": {"loss": jnp.float32(2)}}, batch)
+      Array(2., dtype=float32)
     """
 
     loss_fn: Callable[..., PyTree]

@@ -56,11 +56,14 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling:
-    """Scale from the history of amaxes; the state is the Flax collection "fp8".
+    """Scale each tensor by the amaxes of earlier steps; the state is the Flax collection "fp8".
+
+    `scale = amax * 2**margin / fp8_max`, where `amax` comes from the history. The formula and its defaults are those of
+    Transformer Engine (https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html).
 
     Args:
       fp8_format: dtypes of the forward operands and of the output gradient.
-      margin: powers of two of headroom, from -126 to 126: `scale = amax * 2**margin / fp8_max`.
+      margin: powers of two of headroom, from -126 to 126.
       amax_history_len: steps remembered.
       amax_compute_algo: "max" over the history, or the "most_recent" amax.
       forget_outliers: ignore amaxes of the history that are so much larger than the newest one that, with their scale,
@@ -68,6 +71,18 @@ class DelayedScaling:
         Without it, one batch with values of 1e30 leaves a layer without input for as many steps as the history is long.
       split_accumulator: GEMMs (of "fprop", "dgrad", "wgrad") that promote partial sums to float32;
         the others accumulate fast.
+
+    Raises:
+      ValueError: if a field has another type, or a value that is not listed here.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> recipe = fp8.DelayedScaling(amax_history_len=16)
+      >>> variables = fp8.Dense(32, recipe=recipe).init(jax.random.key(0), jnp.ones((2, 16)))
+      >>> jax.tree.map(jnp.shape, variables["fp8"])
+      {'amax_history': (3, 16), 'scale': (3,)}
     """
 
     fp8_format: Format = HYBRID
@@ -99,13 +114,26 @@ class DelayedScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentScaling:
-    """Scale from the amax of the tensor itself; no state.
+    """Scale each tensor by its own amax; there is no state.
+
+    `scale = amax / fp8_max`, after a pass over the tensor that finds its amax.
 
     Args:
       fp8_format: dtypes of the forward operands and of the output gradient.
       power_2_scale: round the multiplier `1 / scale` down to a power of two.
-      amax_epsilon: smallest amax a scale is computed from.
+      amax_epsilon: smallest amax a scale is computed from, in units of the tensor.
       split_accumulator: as in `DelayedScaling`.
+
+    Raises:
+      ValueError: if a field has another type, `amax_epsilon` is negative, or `split_accumulator` names another GEMM.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer = fp8.Dense(32, recipe=fp8.CurrentScaling())
+      >>> [*layer.init(jax.random.key(0), jnp.ones((2, 16)))]
+      ['params']
     """
 
     fp8_format: Format = HYBRID
@@ -130,17 +158,31 @@ class CurrentScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockScaling:
-    """A scale for each tile, from its own amax; no state (https://arxiv.org/abs/2412.19437, section 3.3).
+    """Scale each tile of a tensor by its own amax, as DeepSeek-V3 does; there is no state.
 
     Tiles of inputs and output gradients are 1 x 128, along the dim that a GEMM contracts; tiles of kernels are
-    128 x 128. All values are E4M3. GEMMs multiply each sum of 128 products by both scales, and add up in float32.
+    128 x 128. All values are E4M3. GEMMs multiply each sum of 128 products by both scales, and add up in float32
+    (https://arxiv.org/abs/2412.19437, section 3.3).
 
     Args:
       power_2_scale: round the multiplier `1 / scale` down to a power of two.
-      amax_epsilon: smallest amax a scale is computed from.
+      amax_epsilon: smallest amax a scale is computed from, in units of the tensor.
       wgrad: tiles of the output gradient in the weight gradient: "1d2d" is 128 x 128, with which the GEMM is faster;
         "1d1d" is 1 x 128 along the tokens. Tiles of the input are 1 x 128 in both.
       split_accumulator: always all three GEMMs: each sum of 128 products leaves the tensor cores.
+
+    Raises:
+      ValueError: if a field has another type, `amax_epsilon` is negative, `wgrad` has another value, or
+        `split_accumulator` leaves a GEMM out.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer = fp8.Dense(128, recipe=fp8.BlockScaling())
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 256)))
+      >>> layer.apply(variables, jnp.ones((2, 256))).shape
+      (2, 128)
     """
 
     power_2_scale: bool = True

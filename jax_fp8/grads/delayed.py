@@ -55,9 +55,7 @@ class DeferredGradients:
 
 @inside_its_mesh
 def backward_dw(deferred: DeferredGradients) -> PyTree:
-    """The weight gradients that `value_and_grad(..., delay_wgrad_compute=True)` has put off.
-
-        grads = jax.tree.map(jnp.add, grads, fp8.backward_dw(deferred))
+    """Compute the weight gradients that `value_and_grad(..., delay_wgrad_compute=True)` has put off.
 
     The same GEMM computes each of them as in a backward pass, and writes it in the dtype of its param.
 
@@ -65,7 +63,23 @@ def backward_dw(deferred: DeferredGradients) -> PyTree:
       deferred: of one pass. Each of several microbatches has its own; add their gradients.
 
     Returns:
-      A tree like `variables["params"]`, with zeros for gradients that were not put off: the compiler adds no zeros.
+      A tree like `variables["params"]`, with zeros for gradients that were not put off. The compiler adds no zeros.
+
+    Raises:
+      ValueError: if `deferred` is not the fourth result of such a function.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.Dense(16, use_bias=False), jnp.ones((32, 16))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> def loss_fn(variables, x):
+      ...     return jnp.sum(layer.apply(variables, x))
+      >>> loss, grads, fp8_state, deferred = fp8.value_and_grad(loss_fn, delay_wgrad_compute=True)(variables, x)
+      >>> grads = jax.tree.map(jnp.add, grads, fp8.backward_dw(deferred))
+      >>> grads["kernel"].shape, grads["kernel"][0, 0].item()
+      ((16, 16), 32.0)
     """
     if not isinstance(deferred, DeferredGradients):
         raise ValueError(

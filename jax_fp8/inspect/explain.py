@@ -2,21 +2,17 @@
 each other. Both are read from its jaxpr as it would run on CUDA; nothing runs or compiles.
 
     function ─traced→ jaxpr ─products→ MatrixProduct, one for each place ─kinds→ equal ones as one ─str→ table
-
-Products that differ only in the number of their layer are one row of the table, `layer_{0..23}/mlp/up/fprop`, with the
-sum of their counts.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax_fp8.core.types import PyTree
+from jax_fp8.inspect.matrix_product import MatrixProduct, kinds
 from jax_fp8.inspect.written_collectives import WrittenCollective, shaped, table, written
 from jax_fp8.jaxprs.equations import inner_jaxprs, turns
 from jax_fp8.kernels import dispatch, extension, grouped_gemm, weight_gradient
@@ -24,35 +20,6 @@ from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.passes import PLAIN_SCOPE
 from jax_fp8.ops.router import ROUTER_SCOPE
-
-
-@dataclass(frozen=True)
-class MatrixProduct:
-    """One matrix product (m, k) · (k, n), executed `count` times per call.
-
-    `target` is the custom call, "reference" where kernels do not run, or "xla". `by_design` is True for a product in
-    FP8, or in a higher precision by choice; False for one that was left out of FP8.
-    """
-
-    layer: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    target: str
-    count: int
-    is_fp8: bool
-    by_design: bool
-    reason: str
-
-    @property
-    def shape(self) -> str:
-        return f"({self.m}, {self.k}) · ({self.k}, {self.n})"
-
-    def __str__(self):
-        mark = "FP8" if self.is_fp8 else "   "
-        return f"{mark} x{self.count} {self.shape} {self.dtype} by {self.target}, {self.layer}: {self.reason}"
-
 
 IN_THE_HEAD = "the head is kept in bfloat16"
 BY_RECIPE = "in FP8 by the layer's recipe"
@@ -115,76 +82,37 @@ def _row(kind: MatrixProduct, notes: dict[str, str]) -> tuple[str, ...]:
     return "FP8" if kind.is_fp8 else "", f"x{kind.count}", kind.shape, dtypes, f"{kind.layer}{mark}"
 
 
-_NUMBER = re.compile(r"(?<=_)\d+(?=[/)]|$)")  # that a layer's name ends with
-
-
-def kinds(products: Iterable[MatrixProduct]) -> list[MatrixProduct]:
-    """The products, where equal ones and those that differ only in the number of their layer are one:
-    `layer_{0..23}/mlp/up`. A path may have several numbers; each position is merged in turn.
-    """
-    counts: dict[MatrixProduct, int] = {}
-    for product in products:
-        same = replace(product, count=0)
-        counts[same] = counts.get(same, 0) + product.count
-    rows = [(_numbers(same.layer), replace(same, count=count)) for same, count in counts.items()]
-    for position in range(max((len(numbers) for numbers, _ in rows), default=0)):
-        rows = _merged(rows, position)
-    return [replace(row, layer=_with_numbers(row.layer, numbers)) for numbers, row in rows]
-
-
-Numbers = tuple[frozenset[int], ...]  # at each position of a path that has a number: the numbers of its layers
-
-
-def _numbers(layer: str) -> Numbers:
-    return tuple(frozenset([int(number)]) for number in _NUMBER.findall(layer))
-
-
-def _merged(rows: Iterable[tuple[Numbers, MatrixProduct]], position: int) -> list[tuple[Numbers, MatrixProduct]]:
-    """The rows, where those that differ only in the number at this position of their path are one."""
-    groups: dict[tuple, list[tuple[Numbers, MatrixProduct]]] = {}
-    for numbers, row in rows:
-        others = (*numbers[:position], *numbers[position + 1 :])
-        key = others, len(numbers), replace(row, layer=_NUMBER.sub("#", row.layer))
-        groups.setdefault(key, []).append((numbers, row))
-    merged = []
-    for group in groups.values():
-        numbers, row = group[0]
-        if len(numbers) > position:
-            united = frozenset().union(*(each[position] for each, _ in group))
-            numbers = (*numbers[:position], united, *numbers[position + 1 :])
-        merged.append((numbers, replace(row, count=sum(each.count for _, each in group))))
-    return merged
-
-
-def _with_numbers(layer: str, numbers: Numbers) -> str:
-    spans = iter(numbers)
-    return _NUMBER.sub(lambda _: _span(sorted(next(spans))), layer)
-
-
-def _span(numbers: list[int]) -> str:
-    """3, {0..23}, or {0,2,4}."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    whole = numbers[-1] - numbers[0] + 1 == len(numbers)
-    return "{" + (f"{numbers[0]}..{numbers[-1]}" if whole else ",".join(map(str, numbers))) + "}"
-
-
 def explain(fn: Callable, *args: PyTree, strict: bool = False) -> Explanation:
     """List every matrix product of `fn(*args)` as written; the compiler drops those whose result nothing uses.
 
-    Its `collectives` are those that the function writes inside a `jax.shard_map`. The compiler inserts others for
-    arrays that it splits itself, on Auto and Explicit axes: `capture_report` lists these, too.
+    The function is traced as it would run on CUDA; nothing runs. The compiler inserts other collectives for arrays that
+    it splits itself, on Auto and Explicit axes: `capture_report` lists these, too.
 
     Args:
       fn: a function, such as `model.apply`, a gradient or a training step.
       *args: arrays, or a `jax.ShapeDtypeStruct` in place of any.
-      strict: raise a ValueError unless every product that is meant for FP8 will run in the FP8 kernels of this machine.
-        It names those that will not: outside of jax_fp8's layers, or by the reference because there are no kernels or
-        no GPU with FP8. Without a GPU everything runs by the reference, so strict raises and names the platform.
+      strict: raise unless every product that is meant for FP8 will run in the FP8 kernels of this machine. The error
+        names those that will not: outside of jax_fp8's layers, or by the reference because there are no kernels or no
+        GPU with FP8. Without a GPU everything runs by the reference, so strict raises and names the platform.
         Products in a higher precision by choice are allowed: layers with recipe=None, a head without head_recipe,
         attention scores.
 
-    To find products that were left out of FP8, on any machine, look for those with neither `is_fp8` nor `by_design`.
+    Returns:
+      An `Explanation`, which is a tuple of `MatrixProduct` in program order, and prints as a table. Its `collectives`
+      are those that the function writes inside a `jax.shard_map`. Products that were left out of FP8 have neither
+      `is_fp8` nor `by_design`.
+
+    Raises:
+      ValueError: if `fn` is not a function, or if `strict` finds products that will not run in FP8 kernels.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.Dense(32), jnp.ones((2, 16))
+      >>> products = fp8.explain(layer.apply, layer.init(jax.random.key(0), x), x)
+      >>> [(product.layer, product.shape, product.is_fp8) for product in products]
+      [('Dense/fprop', '(2, 16) · (16, 32)', True)]
     """
     jaxpr = traced(fn, *args)
     gemms = Explanation((_matrix_product(*product) for product in products(jaxpr)), written(jaxpr))

@@ -63,10 +63,10 @@ def matmul(
     columns: tuple[int, int] | None = None,
     columns_over: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Multiply `a` (m, k) by the transpose of `b` (n, k).
+    """Multiply the FP8 matrix `a` (m, k) by the transpose of the FP8 matrix `b` (n, k).
 
     Args:
-      a, b: FP8 matrices; E5M2 by E5M2 does not exist on the hardware and is refused.
+      a, b: (m, k) and (n, k), one of them or both E4M3, with k and n multiples of 16.
       dtype: of the result: bfloat16, float16 or float32.
       bias: (n,), added to every row.
       c: (m, n), added to the product: an accumulator or a residual.
@@ -80,6 +80,17 @@ def matmul(
 
     Returns:
       (m, n) in `dtype`, or with `columns` so many of them.
+
+    Raises:
+      ValueError: if an operand is not such a matrix, `bias` or `c` has another shape, or a setting has another value.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> one = fp8.quantize(jnp.ones((16, 32)), fp8.E4M3, jnp.float32(1))
+      >>> y = fp8.matmul(one, one, dtype=jnp.float32)
+      >>> y.shape, y[0, 0].item()
+      ((16, 16), 32.0)
     """
     dtype = _check(a, b, dtype, accumulation, columns)
     _check_addends(a, b, bias, c, alpha, columns)

@@ -34,12 +34,26 @@ COLUMNS = "abc"  # their letters in a rule
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Array) -> Fp8Array:
-    """Quantize with a given scale, saturating.
+    """Cast an array to FP8 with a given scale; values beyond the largest FP8 number saturate.
 
     Args:
       x: float32, bfloat16 or float16, of any shape.
       dtype: E4M3 or E5M2.
       scale: float32 scalar, positive; `x ≈ values * scale`.
+
+    Returns:
+      An `Fp8Array` of the shape of `x`.
+
+    Raises:
+      ValueError: if `x` is not such an array, `dtype` is not an FP8 dtype, or `scale` is not a scalar from 2**-126 to
+        2**126. A traced scale is not checked.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> x = fp8.quantize(jnp.array([1.0, 3.0, 1000.0]), fp8.E4M3, jnp.float32(2))
+      >>> x.values.astype(jnp.float32)
+      Array([  0.5,   1.5, 448. ], dtype=float32)
     """
     if not is_array(x):
         raise ValueError(f"quantize needs an array, got {describe(x)}; pass jnp.asarray(x)")

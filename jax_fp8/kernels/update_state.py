@@ -77,25 +77,52 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
     and slot 0 is cleared.
 
     Args:
-      fp8_state: the collection "fp8", or {} for a recipe without state.
+      fp8_state: the collection "fp8", of `scale` f32[..., 3] and `amax_history` f32[..., 3, L] for each GEMM; or {}
+        for a recipe without state.
       recipe: the recipe the collection was made for.
 
     Returns:
-      A collection of the same structure.
+      A collection of the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: if `recipe` is not a recipe, or the histories were made for another one; or if a leaf is not float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> recipe = fp8.DelayedScaling(amax_history_len=2)
+      >>> staged = {"scale": jnp.ones(3), "amax_history": jnp.array([[448.0, 0], [896, 0], [57344, 0]])}
+      >>> new = fp8.update_state({"layer": staged}, recipe)
+      >>> new["layer"]["scale"]
+      Array([1., 2., 1.], dtype=float32)
     """
     return finish_step(fp8_state, None, recipe)[0]
 
 
 def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Array]:
-    """What `make_train_step` counts in a step, for a loop of one's own: ask before `update_state` finishes it.
+    """Count the tensors of a step whose amax is not finite, or too small for their scale.
+
+    A training loop of one's own calls it before `update_state`; `make_train_step` counts by itself.
 
     Args:
       fp8_state: the collection "fp8" with the amaxes of a step staged, as `value_and_grad` returns it; or {}.
       recipe: the recipe the collection was made for.
 
     Returns:
-      "nonfinite_amaxes", int32[]: tensors with an infinity or a NaN; and "underflowing_amaxes", int32[]: tensors so
-      small at their scale that little more than zeros was left of them.
+      Two counts of tensors, int32[]. "nonfinite_amaxes" have an infinity or a NaN. "underflowing_amaxes" are so small
+      at their scale that little more than zeros was left of them.
+
+    Raises:
+      ValueError: if the histories were made for another recipe; or if a leaf is not float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> recipe = fp8.DelayedScaling(amax_history_len=2)
+      >>> staged = {"scale": jnp.ones(3), "amax_history": jnp.array([[jnp.inf, 0], [1e-3, 0], [1, 0]])}
+      >>> counts = fp8.count_amaxes({"layer": staged}, recipe)
+      >>> {name: int(count) for name, count in counts.items()}
+      {'nonfinite_amaxes': 1, 'underflowing_amaxes': 1}
     """
     gemms = gemm_states(fp8_state)
     if not gemms:

@@ -15,11 +15,21 @@ DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate")
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a GPT.
-
-    Sizes are in elements; `mlp_hidden_size` None is four times `hidden_size`; `positions` is "learned" or "rotary".
+    """The shape of a GPT; the fields are checked when it is made.
 
     Args:
+      vocab_size: tokens of the vocabulary, padding included.
+      num_layers: Transformer layers.
+      num_heads: query heads of a layer.
+      hidden_size: features of a token between layers.
+      max_seq_len: tokens of the longest sequence.
+      num_kv_heads: key and value heads, each shared by several queries; None is `num_heads`.
+      mlp_hidden_size: hidden features of an MLP; None is four times `hidden_size`.
+      norm: "layernorm" or "rmsnorm" (https://arxiv.org/abs/1910.07467).
+      activation: of the MLPs, such as "gelu", or gated, such as "swiglu" (https://arxiv.org/abs/2002.05202).
+      positions: "learned" or "rotary" (https://arxiv.org/abs/2104.09864).
+      use_bias: of the linear maps of a layer.
+      tie_embeddings: use the embedding as the table of the head, too.
       rotary_base, rotary_scaling: of rotary positions; see ops/rotary.py.
       norm_epsilon: of all norms.
       head_dim: features of a head; None is `hidden_size / num_heads`.
@@ -27,11 +37,22 @@ class GPTConfig:
       qk_norm: RMSNorm of each head of queries and keys.
       sliding_window: how many tokens a token sees, itself last; None: all earlier ones.
       num_experts: MLPs of each layer, each with `mlp_hidden_size`; a token goes to `experts_per_token` of them. 0: one
-        MLP for all tokens. Experts have no biases. The other fields of experts are those of `LayerNormMoE`.
+        MLP for all tokens. Experts have no biases.
+      experts_per_token, normalize_router_weights, router_aux_loss, router_z_loss: as in `LayerNormMoE`.
       dropout_rate: the fraction that training drops of the embeddings, and of each branch that attention and MLP add to
         the residual stream, as in GPT-2.
       attention_dropout_rate: the fraction of the softmax weights that training drops. It needs XLA's attention; see
         `SelfAttention`.
+
+    Raises:
+      ValueError: if a size is not a positive integer, or another field has a value that is not listed here. Also if
+        fields do not fit together, such as a `hidden_size` that `num_heads` does not divide.
+
+    Example:
+      >>> import jax_fp8 as fp8
+      >>> config = fp8.GPTConfig(vocab_size=256, num_layers=2, num_heads=4, hidden_size=64)
+      >>> config.features_of_head, config.kv_heads
+      (16, 4)
     """
 
     vocab_size: int
@@ -66,14 +87,39 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: object) -> "GPTConfig":
-        """A known shape by name, with any field overridden."""
+        """Make a known shape by its name, with any field overridden.
+
+        Args:
+          name: of the preset, such as "llama3-8b".
+          **overrides: fields by name.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: if there is no such preset, or if the overridden fields do not fit.
+          TypeError: if an override is no field.
+        """
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
         return replace(PRESETS[name], **overrides)
 
     @classmethod
     def from_dict(cls, described: Mapping[str, Any]) -> "GPTConfig":
-        """From a dict of `dataclasses.asdict`, also after it was JSON. Missing fields have their defaults."""
+        """Make a config from a dict of `dataclasses.asdict`, also after it was JSON.
+
+        Missing fields have their defaults.
+
+        Args:
+          described: fields by name; `rotary_scaling` may be a dict of the fields of a `RotaryScaling`.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: if an entry is no field, or if the fields do not fit.
+          TypeError: if a field without a default is missing.
+        """
         known = {field.name for field in fields(cls)}
         if not isinstance(described, Mapping) or set(described) - known:
             arrived = (

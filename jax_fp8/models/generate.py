@@ -44,26 +44,44 @@ def generate(
     stop_tokens: Sequence[int] = (),
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Continue each prompt with new tokens i32[batch, max_new_tokens].
+    """Continue each prompt with new tokens, from a cache of keys and values.
 
     The program is compiled once for each model, batch size, power of two that prompts fit into, `max_new_tokens`,
     `top_k`, and way to choose tokens (most likely, sampled, sampled with `top_p`). Other lengths, temperatures and stop
     tokens use the same program.
 
     Args:
+      model: a `GPT`.
       variables: "params", and "fp8" where the recipe has state, as in `TrainState.variables`; may lie on a mesh.
       prompt: integers (batch, seq), at least one token each. With `lengths`, rows end in padding of any value. A number
         outside of the vocabulary is refused; in a traced array it makes logits NaN instead.
-      lengths: integers (batch,), the number of tokens of each row that are its prompt; None: all.
       max_new_tokens: the longest prompt and all new tokens but the last must fit into the model's `max_seq_len`, also
         with rotary positions.
+      lengths: integers (batch,), the number of tokens of each row that are its prompt; None: all.
       temperature: 0 takes the most likely token. Above 0, tokens are sampled; below 1 prefers likely ones.
       top_k: sample from so many most likely tokens.
       top_p: of the tokens that `top_k` leaves, sample from the fewest most likely ones that have at least this
-        probability together.
+        probability together (nucleus sampling, https://arxiv.org/abs/1904.09751).
       stop_tokens: a row ends with the first of these, and repeats it to the end. When all rows have ended, the program
         stops.
       key: needed to sample: one random key, into which the number of each row is folded, or keys (batch,).
+
+    Returns:
+      The new tokens, i32[batch, max_new_tokens].
+
+    Raises:
+      ValueError: if `model` is not a GPT, a prompt does not fit it, a setting has another value, or `temperature` is
+        above 0 without a key.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> config = fp8.GPTConfig(vocab_size=32, num_layers=1, num_heads=1, hidden_size=16, max_seq_len=32)
+      >>> model, prompt = fp8.GPT(config), jnp.array([[1, 2, 3], [4, 5, 6]])
+      >>> variables = jax.jit(model.init)(jax.random.key(0), prompt)
+      >>> fp8.generate(model, variables, prompt, max_new_tokens=4).shape
+      (2, 4)
     """
     check_can_generate(model, variables)
     prompt, lengths = check_prompts(model.config, prompt, lengths, max_new_tokens)

@@ -62,24 +62,33 @@ class _RMSNorm(_WholeParams, nn.RMSNorm):
 
 
 class GPT(nn.Module):
-    """Map tokens (batch, seq), integers of any dtype, to logits (batch, seq, vocab_size) in `dtype`; with labels to
-    their loss, which never holds the logits of a whole batch. The logits after a number outside of the vocabulary are
-    NaN.
+    """A GPT: embeddings, a stack of `TransformerBlock`, a final norm, and a head in `dtype`.
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
     under delayed scaling `fp8/layer_i/...`.
 
     Args:
+      config: the shape of the model.
       recipe: of the layers; None trains the same parameters in plain `dtype`.
+      dtype: of activations and logits: bfloat16, float16 or float32.
+      param_dtype: of the parameters, one of these too.
       head_recipe: CurrentScaling() or BlockScaling() computes the head in FP8 too.
+      recompute: normalize and quantize again in the backward of every layer, as in `TransformerBlock`.
       remat: what layers keep for the backward: "none", "norms" (as `recompute=True`), "full" or "offload:N". See
-        models/remat.py and docs/memory.md.
+        models/remat.py.
       logical_axes: `init` returns params with the names of their dims: see nn/names.py.
       attention_implementation, fp8_attention: as in `TransformerBlock`.
 
-    Arguments of a call: `segment_ids`, int (batch, seq), number the documents of a sequence. Documents do not see each
-    other, and positions begin anew in each. `lengths`, int (batch,): the padding of a sequence begins there.
-    `deterministic=False` turns on the dropout of the config, by the random stream "dropout".
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> config = fp8.GPTConfig(vocab_size=32, num_layers=1, num_heads=1, hidden_size=16, max_seq_len=8)
+      >>> model, tokens = fp8.GPT(config), jnp.ones((2, 8), jnp.int32)
+      >>> variables = jax.jit(model.init)(jax.random.key(0), tokens)
+      >>> logits = jax.jit(model.apply)(variables, tokens)
+      >>> logits.shape, logits.dtype.name
+      ((2, 8, 32), 'bfloat16')
     """
 
     config: GPTConfig
@@ -106,6 +115,27 @@ class GPT(nn.Module):
         lengths: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
+        """Compute logits or, with labels, their loss, which never holds the logits of a whole batch.
+
+        Args:
+          tokens: integers (batch, seq). The logits after a number outside of the vocabulary are NaN.
+          labels: integers (batch, seq), the token that follows each; None asks for logits.
+          mask: bool or weights (batch, seq), which labels count; None: all.
+          mask_total: f32[batch], by which the weighted sum of all tokens is divided, the same number beside each row;
+            None: the sum of `mask`.
+          z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
+          segment_ids: int (batch, seq), the document of each token. Documents do not see each other, and positions
+            begin anew in each.
+          lengths: int (batch,): the padding of a sequence begins there.
+          deterministic: False turns on the dropout of the config, by the random stream "dropout".
+
+        Returns:
+          Logits (batch, seq, vocab_size) in `dtype`; with `labels` their mean cross-entropy in nats, f32[].
+
+        Raises:
+          ValueError: if a field of the model is not valid, an array has another shape or dtype, a sequence is longer
+            than `max_seq_len`, or `mask` or `z_loss` comes without `labels`.
+        """
         check_config(self.config, self.dtype, self.param_dtype)
         check_call(self.config, tokens, labels, mask, z_loss, segment_ids, lengths)
         tokens, lengths = as_ids(tokens), None if lengths is None else as_ids(lengths)

@@ -89,8 +89,9 @@ def _layered(
 def next_token_loss(
     model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0, deterministic: bool = False
 ) -> LayeredLoss | WholeBatchLoss:
-    """`loss_fn(variables, batch)` for tokens (batch, seq + 1), integers of any dtype: the mean cross-entropy of each
-    next token, in nats, float32. The loss of a `GPT` is a `LayeredLoss`, which pipelines need.
+    """Make the loss of a language model: the mean cross-entropy of each next token, in nats, float32.
+
+    It is called as `loss_fn(variables, batch)`, for tokens (batch, seq + 1), integers of any dtype.
 
     A batch is its tokens, or, for a `GPT`, one of two dicts. `{"tokens": ..., "segment_ids": ...}`, both (batch, seq +
     1), has documents packed into sequences, each with its number. Documents do not see each other, and no token has the
@@ -117,6 +118,25 @@ def next_token_loss(
       z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
       deterministic: True turns off the dropout of a `GPT`, for evaluation. Otherwise a loss with a `dropout_rate` is
         called as `loss_fn(variables, batch, rngs={"dropout": key})`: see `make_train_step`.
+
+    Returns:
+      A function that returns the loss, f32[]. That of a `GPT` is a `LayeredLoss`, which pipelines need; that of another
+      module is a `WholeBatchLoss`.
+
+    Raises:
+      ValueError: if `model` is not a module, or a setting has another type. The function raises it where a batch is not
+        as described, and where a model with dropout gets no key.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> config = fp8.GPTConfig(vocab_size=32, num_layers=1, num_heads=1, hidden_size=16, max_seq_len=8)
+      >>> model, tokens = fp8.GPT(config), jnp.ones((2, 9), jnp.int32)
+      >>> variables = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1])
+      >>> loss = jax.jit(fp8.next_token_loss(model))(variables, tokens)
+      >>> loss.shape, loss.dtype.name, bool(loss > 0)
+      ((), 'float32', True)
     """
     check_loss_settings(model, ignore_label, z_loss)
     check_flags(deterministic=deterministic)

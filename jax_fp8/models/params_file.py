@@ -43,6 +43,17 @@ def save_params(
       config: the shape of their model, which `load_config` returns.
       dtype: of all arrays in the file; None keeps the dtype of each.
       report: called after each array, with its bytes.
+
+    Raises:
+      ValueError: if `params` are not nested dicts of plain arrays of this process, a name has a ".", `config` is not a
+        GPTConfig, or the file cannot be written.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> fp8.save_params("layer.safetensors", {"up": {"kernel": jnp.ones((16, 32))}}, dtype=jnp.bfloat16)
+      >>> fp8.load_params("layer.safetensors")["up"]["kernel"].dtype.name
+      'bfloat16'
     """
     if config is not None and not isinstance(config, GPTConfig):
         raise ValueError(f"config must be a GPTConfig or None, got {describe(config)}; pass that of the model")
@@ -69,6 +80,21 @@ def load_params(path: str | os.PathLike, like: PyTree = None) -> PyTree:
       path: the file.
       like: params, or their shapes, such as `step.state_shapes(...).params`. The file must have the same arrays, and
         each is put on the devices of its counterpart. None reads all arrays as nested dicts onto the default device.
+
+    Returns:
+      The params as jax arrays in the dtypes of the file, in nested dicts or in the structure of `like`.
+
+    Raises:
+      ValueError: if there is no such file, it is not a safetensors file, or its arrays are not those of `like`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> fp8.save_params("bias.safetensors", {"bias": jnp.ones(16)})
+      >>> like = {"bias": jax.ShapeDtypeStruct((16,), jnp.float32)}
+      >>> fp8.load_params("bias.safetensors", like)["bias"].shape
+      (16,)
     """
     if like is None:
         return jax.tree.map(jnp.array, map_params(path))
@@ -81,7 +107,25 @@ def load_params(path: str | os.PathLike, like: PyTree = None) -> PyTree:
 
 
 def load_config(path: str | os.PathLike) -> GPTConfig:
-    """The shape of the model in a file that `save_params` or `python -m jax_fp8 convert` wrote."""
+    """Read the shape of the model from a file that `save_params` or `python -m jax_fp8 convert` wrote.
+
+    Args:
+      path: the file.
+
+    Returns:
+      The config that was saved beside the params.
+
+    Raises:
+      ValueError: if there is no such file, or it has no config that can be read.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> config = fp8.GPTConfig.preset("tiny")
+      >>> fp8.save_params("tiny.safetensors", {"bias": jnp.ones(16)}, config)
+      >>> fp8.load_config("tiny.safetensors") == config
+      True
+    """
     _check_is_file(path)
     described = read_metadata(path).get(CONFIG)
     if described is None:

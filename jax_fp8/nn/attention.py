@@ -28,7 +28,7 @@ PROJECTIONS = ("query", "key", "value")
 
 
 class SelfAttention(MultiHead, kw_only=True):
-    """Multi-head self-attention with grouped queries; the result is as wide as `x`.
+    """Multi-head self-attention with grouped queries, its projections in FP8; the result is as wide as `x`.
 
     Variables: `params/{query, key, value, out}`, each like a Dense. With `norm` ("layernorm" or "rmsnorm") also
     `params/norm`, which normalizes the input first, in the same op as the projections. Queries, keys and values are one
@@ -38,10 +38,43 @@ class SelfAttention(MultiHead, kw_only=True):
 
     Args:
       causal: a position sees itself and earlier positions only.
-      rotary: rotary positions on queries and keys, with `rotary_base` and `rotary_scaling`: see ops/rotary.py.
+      rotary: rotary positions on queries and keys (https://arxiv.org/abs/2104.09864), with `rotary_base` and
+        `rotary_scaling`.
+      rotary_base: the frequency of pair i is `rotary_base ** (-2 i / head_dim)`, in radians a token.
+      rotary_scaling: lowers frequencies, for longer sequences; None leaves them.
       sliding_window: how many positions a position sees, its own last; None: all that `causal` allows.
+      num_heads: query heads; must divide the width of `x`, unless `head_dim` is set.
+      num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` queries; None is `num_heads`.
+      norm: normalize `x` first, by "layernorm" or "rmsnorm"; None leaves it out.
+      use_bias: add biases to the products.
+      epsilon: of the norm, and of `qk_norm`.
+      implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU and `dtype` has the 16 bits that
+        cuDNN needs.
+      out_init: initializer of the kernel of `out`; None is `kernel_init`.
+      residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
+      head_dim: features of a head; None is the width of `x` divided by `num_heads`.
+      use_qkv_bias: of queries, keys and values; None is `use_bias`, which `out` has.
+      qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before rotary
+        positions, with `params/{query_norm, key_norm}/scale` (head_dim,).
+      dropout_rate: the fraction of `out(...)` that is dropped, by the random stream "dropout". The residual is then
+        added afterwards, in a pass of its own: see ops/dropout.py.
+      attention_dropout_rate: the fraction of the softmax weights that is dropped, by the same stream. Flax's own
+        attention calls this `dropout_rate`. XLA's attention can do it, cuDNN's refuses: see ops/dropped_attention.py.
+      fp8_attention: attend in FP8, with `DelayedScaling`, heads of 128 features and sequences of a multiple of 128
+        tokens, without windows, padding or documents: see ops/fp8_attention.py. `generate` attends in `dtype`.
+      deterministic: True turns dropout off. With a rate, either this field or the argument must be set.
+      recompute: in the backward, normalize again, and quantize again the result of cuDNN's attention, which cuDNN keeps
+        in `dtype` anyway; see `LayerNormDense` and `Dense`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
 
-    The other fields are those of every attention layer: see `MultiHead` in nn/multi_head.py.
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.SelfAttention(num_heads=2, norm="rmsnorm", rotary=True), jnp.ones((2, 8, 32))
+      >>> variables = jax.jit(layer.init)(jax.random.key(0), x)
+      >>> jax.jit(layer.apply)(variables, x).shape
+      (2, 8, 32)
     """
 
     causal: bool = True
@@ -58,7 +91,7 @@ class SelfAttention(MultiHead, kw_only=True):
         lengths: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width).
+        """Attend to the positions of the same sequence.
 
         Args:
           x: (batch, seq, width), or (seq, width) of one sequence.
@@ -67,6 +100,14 @@ class SelfAttention(MultiHead, kw_only=True):
           lengths: int (batch,): positions from there on are padding. No position sees padding, and the attention of
             padding is zeros. Not with `segment_ids`.
           deterministic: True turns dropout off; None leaves the choice to the field of this name.
+
+        Returns:
+          (batch, seq, width) in `dtype`, or without batch as `x`.
+
+        Raises:
+          ValueError: if a field is not valid, fields or sizes do not fit together, sizes are not multiples of 16 with a
+            recipe, or an array has another shape or dtype; or if a layer with dropout has `deterministic` twice, or not
+            at all.
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "sliding_window"), INPUT_DIMS)
         x = x.astype(self.dtype)

@@ -17,13 +17,32 @@ from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
 
 
 class TransformerBlock(Fp8Module):
-    """Pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
+    """A pre-norm Transformer layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
     Variables: `attention/{norm, query, key, value, out}` and `mlp/{norm, up, down}`, with a gated activation `mlp/gate`
-    too. `residual_init` initializes the two kernels that write into the residual stream; None is `kernel_init`.
-    `recompute` keeps less for the backward, which computes norms and casts again (see `LayerNormMLP`). With
-    `num_experts` the MLP is a `LayerNormMoE` of so many experts. The other fields are those of `SelfAttention`,
-    `LayerNormMLP` and `LayerNormMoE`.
+    too.
+
+    Args:
+      num_heads: query heads.
+      mlp_hidden_features: of the MLP, or of each expert.
+      residual_init: initializer of the two kernels that write into the residual stream; None is `kernel_init`.
+      recompute: keep less for the backward, which computes norms and casts again: see `LayerNormMLP`.
+      num_experts: 0 is a `LayerNormMLP`; otherwise the MLP is a `LayerNormMoE` of so many experts.
+      attention_implementation: as `implementation` in `SelfAttention`.
+      num_kv_heads, head_dim, use_qkv_bias, qk_norm, attention_dropout_rate, fp8_attention: as in `SelfAttention`.
+      causal, sliding_window, rotary, rotary_base, rotary_scaling: as in `SelfAttention`.
+      norm, activation, use_bias, epsilon, dropout_rate, deterministic: as in `SelfAttention` and `LayerNormMLP`.
+      experts_per_token, normalize_router_weights, router_aux_loss, router_z_loss: as in `LayerNormMoE`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.TransformerBlock(num_heads=2, mlp_hidden_features=64), jnp.ones((2, 8, 32))
+      >>> variables = jax.jit(layer.init)(jax.random.key(0), x)
+      >>> jax.jit(layer.apply)(variables, x).shape
+      (2, 8, 32)
     """
 
     num_heads: int
@@ -61,7 +80,19 @@ class TransformerBlock(Fp8Module):
         lengths: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width); the other arguments are those of `SelfAttention`."""
+        """Compute the layer.
+
+        Args:
+          x: (batch, seq, width), or (seq, width) of one sequence.
+          segment_ids, lengths, deterministic: as in `SelfAttention`. With experts, padding by `lengths` goes to no
+            expert.
+
+        Returns:
+          (batch, seq, width) in `dtype`, or without batch as `x`.
+
+        Raises:
+          ValueError: as in `SelfAttention`, `LayerNormMLP` and `LayerNormMoE`.
+        """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
         check_integer(f"{layer_name(self)}: num_experts", self.num_experts, least=0)
         attention = SelfAttention(

@@ -23,6 +23,7 @@ from jax_fp8.ops.attention import as_heads, attention
 
 class CrossAttention(MultiHead, kw_only=True):
     """Multi-head attention of `x` to `context`, a sequence of its own length and width, with grouped queries.
+
     Each position of `x` sees all of `context`; the result is as wide as `x`.
 
     Variables: `params/{query, key, value, out}`, each like a Dense. With `norm` ("layernorm" or "rmsnorm") also
@@ -30,7 +31,20 @@ class CrossAttention(MultiHead, kw_only=True):
     one GEMM with the state `fp8/query`, keys and values another, `fp8/key+value`. The axis `tensor` splits heads, as in
     `SelfAttention`; the number of key and value heads must be a multiple of its devices.
 
-    Its fields are those of every attention layer: see `MultiHead` in nn/multi_head.py.
+    Args:
+      num_heads, num_kv_heads, head_dim, qk_norm, implementation, fp8_attention: as in `SelfAttention`.
+      norm, epsilon, use_bias, use_qkv_bias, out_init, residual, recompute: as in `SelfAttention`.
+      dropout_rate, attention_dropout_rate, deterministic: as in `SelfAttention`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x, context = fp8.CrossAttention(num_heads=2), jnp.ones((2, 8, 32)), jnp.ones((2, 16, 48))
+      >>> variables = jax.jit(layer.init)(jax.random.key(0), x, context)
+      >>> jax.jit(layer.apply)(variables, x, context).shape
+      (2, 8, 32)
     """
 
     @nn.compact
@@ -44,7 +58,7 @@ class CrossAttention(MultiHead, kw_only=True):
         context_lengths: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width).
+        """Attend to the positions of another sequence.
 
         Args:
           x: (batch, seq, width), or (seq, width) of one sequence.
@@ -54,6 +68,12 @@ class CrossAttention(MultiHead, kw_only=True):
           lengths, context_lengths: int (batch,), each on its own: positions from there on are padding. No position
             sees padding of `context`, and the attention of padding of `x` is zeros. Not with segment_ids.
           deterministic: as in `SelfAttention`.
+
+        Returns:
+          (batch, seq, width) in `dtype`, or without batch as `x`.
+
+        Raises:
+          ValueError: as in `SelfAttention`; also if `context` does not fit `x`, or one of the segment_ids comes alone.
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim"), INPUT_DIMS)
         check_context(self, x, context)

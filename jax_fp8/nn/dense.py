@@ -1,7 +1,7 @@
 """Dense layers: a GEMM, alone or behind a norm."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -22,9 +22,10 @@ class Dense(Fp8Module):
 
     Variables: `params/kernel` (in, features), `params/bias` (features,), and under delayed scaling `fp8/scale` f32[3]
     and `fp8/amax_history` f32[3, L]. `recipe=None` is a plain product in `dtype` with the same parameters.
-    The other fields are those of `Fp8Module`.
 
     Args:
+      features: of the result; with a recipe a multiple of 16, as the features of `x`.
+      use_bias: add a bias.
       recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8:
         less memory where something else keeps `x`.
       tensor_split: in a step on shards, how the axis `tensor` splits the kernel: by "columns" in the first of two
@@ -32,6 +33,17 @@ class Dense(Fp8Module):
         the whole layer.
       precision, dot_general, dot_general_cls: Flax's fields for a product of one's own. This layer multiplies by its
         own GEMM, so anything but their defaults is refused.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.Dense(32), jnp.ones((4, 8, 16))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> y = layer.apply(variables, x)
+      >>> y.shape, y.dtype.name
+      ((4, 8, 32), 'bfloat16')
     """
 
     features: int
@@ -43,7 +55,19 @@ class Dense(Fp8Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-        """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
+        """Multiply by the kernel, and add the bias and the residual.
+
+        Args:
+          x: (..., in), real numbers of any dtype.
+          residual: (..., features), added by the GEMM itself; None adds nothing.
+
+        Returns:
+          (..., features) in `dtype`.
+
+        Raises:
+          ValueError: if a field is not valid, or sizes are not multiples of 16 with a recipe; if an array has another
+            shape or dtype; or if the variables lack the state of the recipe.
+        """
         check_layer(self, x, ("features",))
         check_has_no_own_product(self)
         check_tensor_split(self, self.tensor_split, ("columns", "rows"))
@@ -92,14 +116,28 @@ class NormVariables(nn.Module):
 
 
 class LayerNormDense(Fp8Module):
-    """`Dense(norm(x))` as one differentiable op; `norm` is "layernorm" or "rmsnorm", its parameters are `params/norm`.
+    """`Dense(norm(x))` as one differentiable op, in FP8; the parameters of the norm are `params/norm`.
 
     Args:
+      features: of the result; with a recipe a multiple of 16, as the features of `x`.
+      norm: "layernorm" (https://arxiv.org/abs/1607.06450) or "rmsnorm" (https://arxiv.org/abs/1910.07467).
+      use_bias: add a bias to the product.
+      epsilon: added to the variance, or to the mean square.
       return_input: return `(y, x)`. Where the residual branch continues with this `x`, the norm's backward pass adds
         the branch's gradient itself.
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
       tensor_split: in a step on shards, "columns" splits the kernel by columns over the axis `tensor`, and the result
         stays split for a `Dense` by "rows". None: every device has the whole layer.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.LayerNormDense(32, norm="rmsnorm"), jnp.ones((4, 16))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> layer.apply(variables, x).shape
+      (4, 32)
     """
 
     features: int
@@ -110,8 +148,19 @@ class LayerNormDense(Fp8Module):
     tensor_split: Literal["columns"] | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> Any:
-        """(..., in) to (..., features); with `return_input` a pair of that and `x`."""
+    def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Normalize, multiply by the kernel, and add the bias.
+
+        Args:
+          x: (..., in), real numbers of any dtype.
+
+        Returns:
+          (..., features) in `dtype`; with `return_input` a pair of that and `x`.
+
+        Raises:
+          ValueError: if a field is not valid, sizes are not multiples of 16 with a recipe, `x` is not such an array, or
+            the variables lack the state of the recipe.
+        """
         check_layer(self, x, ("features",))
         check_tensor_split(self, self.tensor_split, ("columns",))
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(x.shape[-1])

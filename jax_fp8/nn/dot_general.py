@@ -34,7 +34,7 @@ DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]  # ((contracted o
 
 
 class DotGeneral(nn.Module):
-    """A product with a kernel in FP8, in the place of `lax.dot_general`:
+    """A product with a kernel in FP8, in the place of `lax.dot_general` inside Flax's own layers.
 
         nn.Dense(features, dot_general_cls=functools.partial(fp8.DotGeneral, recipe=recipe))
 
@@ -44,6 +44,16 @@ class DotGeneral(nn.Module):
     Args:
       recipe: how tensors are quantized; None is `lax.dot_general`.
       recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = nn.Dense(32, dot_general_cls=fp8.DotGeneral), jnp.ones((4, 16))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> sorted(variables), layer.apply(variables, x).shape
+      (['fp8', 'params'], (4, 32))
     """
 
     recipe: Recipe | None = DelayedScaling()
@@ -58,7 +68,22 @@ class DotGeneral(nn.Module):
         precision: lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """As `lax.dot_general`; the second operand is the kernel, and no dims are batch dims."""
+        """Multiply as `lax.dot_general`; the second operand is the kernel, and no dims are batch dims.
+
+        Args:
+          x: of any shape, whose contracted dims have a product that is a multiple of 16.
+          kernel: of any shape; so has each product of its contracted and of its other dims.
+          dimension_numbers: `((dims of x, dims of kernel), ((), ()))`, the dims that are contracted.
+          precision: None, or another form of the default.
+          preferred_element_type: of the result; None is the result type of both operands.
+
+        Returns:
+          The other dims of `x`, then those of `kernel`, in that dtype.
+
+        Raises:
+          ValueError: with a recipe, if there are batch dims or none are contracted, sizes are not multiples of 16, or
+            `precision` or the dtype is another one.
+        """
         check_recipe(self.recipe)
         check_bool(f"{self._layer}: recompute", self.recompute)
         if self.recipe is None:

@@ -46,8 +46,8 @@ class Fp8Module(nn.Module, kw_only=True):
 
     Args:
       recipe: how tensors are quantized; None computes in `dtype` with the same parameters.
-      dtype: of inputs, results and of products that are not in FP8.
-      param_dtype: of the parameters.
+      dtype: of inputs, results and of products that are not in FP8: bfloat16, float16 or float32.
+      param_dtype: of the parameters, one of these too.
       kernel_init, bias_init: initializers of kernels (in, features) and biases (features,).
       recompute: keep less for the backward, which then quantizes again; each layer says what it leaves out. Without a
         recipe, the results of products and collectives are kept, and everything else is computed again.

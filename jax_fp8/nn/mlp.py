@@ -14,20 +14,33 @@ from jax_fp8.ops.norm_mlp import norm_mlp
 
 
 class LayerNormMLP(Fp8Module):
-    """`down(activation(up(norm(x))))` as one differentiable op; the result is as wide as `x`.
+    """An MLP with its norm, `down(activation(up(norm(x))))`, as one differentiable op; the result is as wide as `x`.
 
     Variables: `params/{norm, up, down}` and `fp8/{up, down}`. A gated activation ("swiglu", "geglu", "reglu") is
-    `down(f(gate(norm(x))) * up(norm(x)))`: `params/gate` and `params/up` each (in, hidden_features), multiplied as one
-    GEMM with the state `fp8/gate+up`. Devices can split the columns of `gate` and `up` and the rows of `down`, and
-    nothing moves.
+    `down(f(gate(norm(x))) * up(norm(x)))` (https://arxiv.org/abs/2002.05202): `params/gate` and `params/up` each
+    (in, hidden_features), multiplied as one GEMM with the state `fp8/gate+up`. Devices can split the columns of `gate`
+    and `up` and the rows of `down`, and nothing moves.
 
     Args:
+      hidden_features: of the activation; with a recipe a multiple of 16, as the features of `x`.
+      activation: "gelu" (by tanh), "gelu_exact", "silu", "relu", "squared_relu", or a gated one.
+      norm, use_bias, epsilon: as in `LayerNormDense`.
       down_init: initializer of the kernel of `down`; None is `kernel_init`.
       residual: return `x + down(...)`, added by the last GEMM, and its gradient by the norm's backward.
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
       dropout_rate: the fraction of `down(...)` that is dropped, by the random stream "dropout". The residual is then
         added afterwards, in a pass of its own: see ops/dropout.py.
       deterministic: True turns dropout off. With a dropout_rate, either this field or the argument must be set.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.LayerNormMLP(64, activation="swiglu"), jnp.ones((4, 16))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> variables["params"]["gate"]["kernel"].shape, layer.apply(variables, x).shape
+      ((16, 64), (4, 16))
     """
 
     hidden_features: int
@@ -42,7 +55,20 @@ class LayerNormMLP(Fp8Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
-        """(..., in) to (..., in); `deterministic` as in the fields, None leaves the choice to the field."""
+        """Compute the MLP.
+
+        Args:
+          x: (..., in), real numbers of any dtype.
+          deterministic: as in the fields; None leaves the choice to the field.
+
+        Returns:
+          (..., in) in `dtype`.
+
+        Raises:
+          ValueError: if a field is not valid, sizes are not multiples of 16 with a recipe, `x` is not such an array, or
+            the variables lack the state of the recipe; or if a layer with dropout has `deterministic` twice, or not at
+            all.
+        """
         check_layer(self, x, ("hidden_features",))
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)

@@ -41,27 +41,42 @@ LOSSES = "losses"
 
 
 class LayerNormMoE(Fp8Module):
-    """`Σ weight · down(activation(up(norm(x))))` over the experts of each token; the result is as wide as `x`.
+    """A mixture of experts: `Σ weight · down(activation(up(norm(x))))` over the experts of each token.
 
-    Variables: `params/{norm, router, up, down}`, with a gated activation `gate` too; kernels of experts are
-    (num_experts, in, out), the router's is f32 (in, num_experts). Under delayed scaling `fp8/{+up, +down}` or
-    `fp8/{+gate+up, +down}`: all experts share the three scales of a GEMM. There are no biases. Every token reaches all
-    of its experts: there is no capacity limit.
+    The result is as wide as `x`. Every token reaches all of its experts: there is no capacity limit. Variables:
+    `params/{norm, router, up, down}`, with a gated activation `gate` too; kernels of experts are (num_experts, in,
+    out), the router's is f32 (in, num_experts). Under delayed scaling `fp8/{+up, +down}` or `fp8/{+gate+up, +down}`:
+    all experts share the three scales of a GEMM. There are no biases.
 
     The layer sows into two collections, where they are mutable: into "losses" its weighted auxiliary losses, and into
     "intermediates" `expert_fractions`, f32[num_experts], the share of tokens that each expert gets.
 
     Args:
-      hidden_features: of each expert.
+      hidden_features: of each expert; with a recipe a multiple of 16, as the features of `x`.
+      num_experts: MLPs that the router chooses from.
       experts_per_token: how many experts a token goes to.
+      activation, norm, epsilon: as in `LayerNormMLP`.
       normalize_router_weights: divide the weights of a token by their sum, as Mixtral does.
-      router_aux_loss, router_z_loss: weights of the load-balancing loss and of the z-loss: see ops/router.py.
+      router_aux_loss: weight of the load-balancing loss of Switch Transformer (https://arxiv.org/abs/2101.03961,
+        equation 4), for several choices of a token.
+      router_z_loss: weight of the z-loss of ST-MoE (https://arxiv.org/abs/2202.08906, equation 5).
       down_init: initializer of the kernels of `down`; None is `kernel_init`.
       residual: return `x + ...`, added before the one rounding.
       recompute: sort and quantize again in the backward, instead of keeping the rows of all experts in FP8.
       dropout_rate: the fraction of the experts' sum that is dropped, by the random stream "dropout", before the
         residual is added.
       deterministic: True turns dropout off. With a dropout_rate, either this field or the argument must be set.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.LayerNormMoE(32, num_experts=4), jnp.ones((2, 8, 16))
+      >>> variables = jax.jit(layer.init)(jax.random.key(0), x)
+      >>> y, sown = jax.jit(lambda v, x: layer.apply(v, x, mutable=["losses"]))(variables, x)
+      >>> y.shape, [*sown["losses"]]
+      ((2, 8, 16), ['router_loss'])
     """
 
     hidden_features: int
@@ -80,12 +95,21 @@ class LayerNormMoE(Fp8Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool | None = None, lengths: jax.Array | None = None) -> jax.Array:
-        """(..., in) to (..., in).
+        """Send each token to its experts, and add up what they return.
 
         Args:
+          x: (..., in), real numbers of any dtype.
           deterministic: as in the fields; None leaves the choice to the field.
           lengths: int (batch,), of `x` (batch, seq, in): positions from there on are padding, which goes to no expert
             and counts in no loss of the router.
+
+        Returns:
+          (..., in) in `dtype`.
+
+        Raises:
+          ValueError: if a field is not valid, sizes are not multiples of 16 with a recipe, an array has another shape
+            or dtype, or an axis `tensor` splits the layer; or if a layer with dropout has `deterministic` twice, or not
+            at all.
         """
         check_layer(self, x, ("hidden_features", "num_experts", "experts_per_token"))
         if lengths is not None:

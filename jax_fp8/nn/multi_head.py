@@ -26,30 +26,7 @@ INPUT_DIMS = (2, 3)  # (batch, seq, width), and (seq, width) of one sequence
 
 
 class MultiHead(Fp8Module):
-    """The fields of `SelfAttention` and `CrossAttention`.
-
-    Args:
-      num_heads: query heads; must divide the width of `x`, unless `head_dim` is set.
-      num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` queries; None is `num_heads`.
-      norm: normalize `x` first, by "layernorm" or "rmsnorm"; None leaves it out.
-      implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU and `dtype` has the 16 bits that
-        cuDNN needs.
-      out_init: initializer of the kernel of `out`; None is `kernel_init`.
-      residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
-      head_dim: features of a head; None is the width of `x` divided by `num_heads`.
-      use_qkv_bias: of queries, keys and values; None is `use_bias`, which `out` has.
-      qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before rotary
-        positions, with `params/{query_norm, key_norm}/scale` (head_dim,).
-      dropout_rate: the fraction of `out(...)` that is dropped, by the random stream "dropout". The residual is then
-        added afterwards, in a pass of its own: see ops/dropout.py.
-      attention_dropout_rate: the fraction of the softmax weights that is dropped, by the same stream. Flax's own
-        attention calls this `dropout_rate`. XLA's attention can do it, cuDNN's refuses: see ops/dropped_attention.py.
-      fp8_attention: attend in FP8, with `DelayedScaling`, heads of 128 features and sequences of a multiple of 128
-        tokens, without windows, padding or documents: see ops/fp8_attention.py. `generate` attends in `dtype`.
-      deterministic: True turns dropout off. With a rate, either this field or the argument must be set.
-      recompute: in the backward, normalize again, and quantize again the result of cuDNN's attention, which cuDNN keeps
-        in `dtype` anyway; see `LayerNormDense` and `Dense`.
-    """
+    """The fields of `SelfAttention` and `CrossAttention`; the docstring of `SelfAttention` describes them."""
 
     num_heads: int
     num_kv_heads: int | None = None

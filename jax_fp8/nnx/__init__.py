@@ -10,8 +10,9 @@ operations, so their numbers are the same.
 from jax_fp8.nnx.convert import Conversion, convert
 from jax_fp8.nnx.functional import batch_stats, split
 from jax_fp8.nnx.gradients import value_and_grad, warm_start
-from jax_fp8.nnx.layers import LayerNormLinear, LayerNormMLP, Linear
+from jax_fp8.nnx.layers import LayerNormLinear, Linear
 from jax_fp8.nnx.linear_general import LinearGeneral
+from jax_fp8.nnx.mlp import LayerNormMLP
 from jax_fp8.nnx.state import Fp8State, fp8_state, update_state
 
 __all__ = [

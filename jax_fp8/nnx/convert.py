@@ -21,11 +21,17 @@ Sizes = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did, by paths such as "layers/0/up".
+    """What `convert` did, by paths such as "layers/0/up"; it prints as a list.
 
     Args:
       converted: layers that are in FP8 now.
       left: layers that convert did not change, each with the reason.
+
+    Example:
+      >>> from jax_fp8.nnx import Conversion
+      >>> print(Conversion(("up", "down"), {"head": "not asked for"}))
+      2 layers in FP8
+      head: left as it is, not asked for
     """
 
     converted: tuple[str, ...]
@@ -37,13 +43,12 @@ class Conversion:
 
 
 def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter = ...) -> Conversion:
-    """Swap every `nnx.Linear` and `nnx.LinearGeneral` of a model for the FP8 layer of that name, in place and with the
-    same parameters. The projections of `nnx.MultiHeadAttention` are `nnx.LinearGeneral`, so they are swapped too.
+    """Swap the linear layers of a model for FP8 layers, in place and with the same parameters.
 
-        print(jax_fp8.nnx.convert(model, recipe, where=nnx.Not(nnx.PathContains("head"))))
-
-    The `nnx.Param` objects and their paths stay the same, so earlier optimizers and checkpoints still fit. A layer
-    keeps its dtype: one that computes in float32 returns float32.
+    Every `nnx.Linear` and `nnx.LinearGeneral` becomes the FP8 layer of that name. The projections of
+    `nnx.MultiHeadAttention` are `nnx.LinearGeneral`, so they are swapped too. The `nnx.Param` objects and their paths
+    stay the same, so earlier optimizers and checkpoints still fit. A layer keeps its dtype: one that computes in
+    float32 returns float32.
 
     Args:
       model: holds the layers, and is itself neither of the two.
@@ -51,9 +56,21 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter
       where: an NNX filter, or a function of path and layer, that selects the layers to swap.
 
     Returns:
-      The paths of the swapped layers, and of those that multiply by a kernel and were not swapped, with reasons: the
-      filter, sizes that are not multiples of 16, settings that FP8 does not have, or another class. A class derived
-      from the two counts as another one.
+      The paths of the swapped layers, and of those that multiply by a kernel and were not swapped, with reasons. A
+      reason is the filter, sizes that are not multiples of 16, settings that FP8 does not have, or another class. A
+      class derived from the two counts as another one.
+
+    Raises:
+      ValueError: if `model` is not a model with layers inside, or `recipe` is not a recipe.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax_fp8.nnx
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 10, rngs=rngs))
+      >>> print(jax_fp8.nnx.convert(model))
+      1 layers in FP8
+      layers/2: left as it is, FP8 needs features divisible by 16, got 32 to 10
     """
     check_recipe(recipe)
     if recipe is None:

@@ -20,20 +20,37 @@ Model = TypeVar("Model")
 
 
 def split(model: Model) -> tuple[dict[str, PyTree], Callable[[Variables], Model]]:
-    """The variables of a model as nested dicts, and the function that makes a model of such variables.
+    """Split a model into its variables, as nested dicts, and the function that makes a model of such variables.
 
-        variables, merge = jax_fp8.nnx.split(model)
-        state = fp8.TrainState.create(variables=variables, tx=tx)
-        step = fp8.make_train_step(lambda variables, batch: loss(merge(variables), batch), tx, recipe)
+    Each model that the function makes has its own `nnx.Param`, `Fp8State` and `nnx.BatchStat`. Everything else is the
+    same in all of them, the counts of random keys too. So a loss with dropout calls `nnx.reseed(model, **rngs)` with
+    the keys that a step hands it.
 
-    Each model that `merge` makes has its own `nnx.Param`, `Fp8State` and `nnx.BatchStat`. Everything else is the same
-    in all of them, the counts of random keys too. So a loss with dropout calls `nnx.reseed(model, **rngs)` with the
-    keys that a step hands it.
+    Args:
+      model: an NNX module.
 
     Returns:
-      `{"params": ..., "fp8": ...}`, by the paths of layers, with "batch_stats" where the model has any; and
-      `merge(variables)`. It takes these variables, or others like them: those of a later state, with a weight cache, or
-      with the recorders of a step.
+      The variables by the paths of layers, and the function `merge(variables)`.
+
+      The variables are `{"params": ..., "fp8": ...}`, with "batch_stats" where the model has any. The function takes
+      these
+      variables, or others like them: those of a later state, with a weight cache, or with the recorders of a step.
+
+    Raises:
+      ValueError: if the name of an FP8 layer holds a "+" or begins with a "~", which are for names of GEMMs.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> import jax_fp8.nnx
+      >>> variables, merge = jax_fp8.nnx.split(jax_fp8.nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
+      >>> tx = fp8.fused_adamw(1e-3)
+      >>> state = fp8.TrainState.create(variables=variables, tx=tx)
+      >>> step = fp8.make_train_step(lambda variables, x: jnp.mean(merge(variables)(x)), tx, fp8.DelayedScaling())
+      >>> state, metrics = step(state, jnp.ones((16, 16)))
+      >>> merge(state.variables)(jnp.ones((2, 16))).shape
+      (2, 32)
     """
     graphdef, params, state, stats, others = nnx.split(model, nnx.Param, Fp8State, nnx.BatchStat, ...)
     flat = {"params": nnx.to_flat_state(params), STATS: nnx.to_flat_state(stats)}
@@ -58,8 +75,24 @@ def split(model: Model) -> tuple[dict[str, PyTree], Callable[[Variables], Model]
 
 
 def batch_stats(model: PyTree) -> dict[str, PyTree]:
-    """The batch statistics of a model as nested dicts, by the paths of its layers. After it has called the model, a
-    loss with `has_aux` returns `{"batch_stats": jax_fp8.nnx.batch_stats(model)}`.
+    """Read the batch statistics of a model as nested dicts, by the paths of its layers.
+
+    After it has called the model, a loss with `has_aux` returns `{"batch_stats": jax_fp8.nnx.batch_stats(model)}`.
+
+    Args:
+      model: an NNX module.
+
+    Returns:
+      The arrays of all `nnx.BatchStat`; {} where there are none.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8.nnx
+      >>> model = nnx.Sequential(nnx.BatchNorm(16, rngs=nnx.Rngs(0)))
+      >>> jax.tree.map(jnp.shape, jax_fp8.nnx.batch_stats(model))
+      {'layers': {'0': {'mean': (16,), 'var': (16,)}}}
     """
     return _as_tree(nnx.to_flat_state(nnx.state(model, nnx.BatchStat)))
 

@@ -26,10 +26,6 @@ Gemms = Mapping[LayerPath, GemmState]
 def value_and_grad(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = False) -> Callable:
     """Like `nnx.value_and_grad`; it also stages the amaxes of the pass in the `Fp8State` of every module it is given.
 
-        loss, grads = jax_fp8.nnx.value_and_grad(loss_fn)(model, batch)
-        optimizer.update(model, grads)
-        jax_fp8.nnx.update_state(model)
-
     Several passes before one `update_state` (microbatches) stage the maximum of each amax.
 
     Args:
@@ -40,6 +36,21 @@ def value_and_grad(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = F
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`.
+
+    Raises:
+      ValueError: if `loss_fn` is not a function, or `has_aux` not a bool.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8.nnx
+      >>> model = jax_fp8.nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+      >>> def loss_fn(model, x):
+      ...     return jnp.mean(model(x).astype(jnp.float32))
+      >>> loss, grads = jax_fp8.nnx.value_and_grad(loss_fn)(model, jnp.ones((16, 16)))
+      >>> jax_fp8.nnx.update_state(model)
+      >>> grads["kernel"].shape
+      (16, 32)
     """
 
     def finish(gemms: Gemms, result: PassResult) -> None:
@@ -49,10 +60,9 @@ def value_and_grad(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = F
 
 
 def warm_start(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = False) -> Callable:
-    """Give the model scales for its first step, when there is no history yet. They come from a pass in which each
-    tensor is scaled by its own amax. Call it once, before the first step.
+    """Make the function that gives a model scales for its first step, when there is no history yet.
 
-        jax_fp8.nnx.warm_start(loss_fn)(model, batch)
+    They come from a pass in which each tensor is scaled by its own amax. Call it once, before the first step.
 
     Args:
       loss_fn, argnums, has_aux: as in `value_and_grad`.
@@ -60,6 +70,20 @@ def warm_start(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = False
     Returns:
       A function of the same arguments that returns nothing. It writes scales and first histories into the model. Rows
       that have a history keep it. Other variables that the loss changes are changed as in any call.
+
+    Raises:
+      ValueError: as in `value_and_grad`.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8.nnx
+      >>> model = jax_fp8.nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+      >>> def loss_fn(model, x):
+      ...     return jnp.mean(model(x).astype(jnp.float32))
+      >>> jax_fp8.nnx.warm_start(loss_fn)(model, jnp.full((16, 16), 896.0))
+      >>> model.fp8.scale[0].item()
+      2.0
     """
 
     def finish(gemms: Gemms, result: PassResult) -> None:

@@ -15,8 +15,8 @@ from jax_fp8.core.checks import describe, is_array
 from jax_fp8.core.paths import UNNAMED
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.nnx.checks import check_fields, check_sharding
-from jax_fp8.nnx.layers import DELAYED, LECUN, NOTHING, ZEROS, Metadata, prepare_gemm, scope_name, stage_in
-from jax_fp8.nnx.state import GemmState
+from jax_fp8.nnx.layers import DELAYED, LECUN, NOTHING, ZEROS, Metadata
+from jax_fp8.nnx.state import GemmState, prepare_gemm, scope_name, stage_in
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
 
@@ -26,14 +26,27 @@ Dims = int | Sequence[int]
 class LinearGeneral(nnx.Module):
     """A linear map from some dims of `x` to others in FP8, in the place of `nnx.LinearGeneral`.
 
-    Variables: `kernel` (*in, *out) and `bias` (*out,). With a kernel of two dims the state and the weight cache are
-    those of a `Linear`. With more dims the state lies in `fp8["~product"]`, and weight caches leave the kernel out.
+    Variables: `kernel` of shape `(*in, *out)` and `bias` of shape `(*out,)`. With a kernel of two dims the state and
+    the weight cache are those of a `Linear`. With more dims the state lies in `fp8["~product"]`, and weight caches
+    leave the kernel out.
 
     Args:
       in_features, out_features: sizes. The product of each must be a multiple of 16, unless `recipe` is None.
       axis: the dims of `x` that are contracted, one for each of `in_features`, in ascending order.
-      use_bias, dtype, param_dtype, kernel_init, bias_init, recipe, recompute, rngs, kernel_metadata, bias_metadata: as
-        in `Linear`; initializers get the shapes of the matrices.
+      use_bias, dtype, param_dtype, recipe, recompute, rngs, kernel_metadata, bias_metadata: as in `Linear`.
+      kernel_init, bias_init: initializers, which get the shapes of the matrices.
+
+    Raises:
+      ValueError: if an argument is not valid, `axis` and `in_features` differ in length, or a product of sizes is not a
+        multiple of 16 with a recipe.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8.nnx
+      >>> layer = jax_fp8.nnx.LinearGeneral((2, 8), (4, 8), axis=(-2, -1), rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((3, 2, 8))).shape
+      (3, 4, 8)
     """
 
     def __init__(
@@ -71,7 +84,18 @@ class LinearGeneral(nnx.Module):
         self.fp8 = nnx.data(state if is_matrix or state is None else nnx.Dict({UNNAMED: state}))
 
     def __call__(self, x: jax.Array, out_sharding: None = None) -> jax.Array:
-        """(..., in...) to (..., out...): the other dims of `x`, then `out_features`. `out_sharding` as in `Linear`."""
+        """Multiply by the kernel, and add the bias.
+
+        Args:
+          x: an array whose dims `axis` are `in_features`.
+          out_sharding: must be None, as in `Linear`.
+
+        Returns:
+          The other dims of `x`, then `out_features`, in `dtype`.
+
+        Raises:
+          ValueError: if `x` has another shape, or `out_sharding` is not None.
+        """
         check_sharding(self._layer, out_sharding)
         contracted = self._contracted(x)
         leading = [dim for dim in range(x.ndim) if dim not in contracted]

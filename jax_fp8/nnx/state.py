@@ -32,7 +32,18 @@ OWN_NAME = "fp8"  # the attribute of a layer that holds its GEMMs
 
 
 class Fp8State(nnx.Variable):
-    """A scale f32[..., 3] or an amax history f32[..., 3, L]: rows are input, kernel and output gradient."""
+    """A variable of the FP8 state: a scale f32[..., 3], or an amax history f32[..., 3, L].
+
+    Rows are input, kernel and output gradient. The constructor is that of `nnx.Variable`, and filters select these
+    variables by their type.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax_fp8.nnx
+      >>> layer = jax_fp8.nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+      >>> sorted(nnx.state(layer, jax_fp8.nnx.Fp8State)["fp8"])
+      ['amax_history', 'scale']
+    """
 
 
 class GemmState(nnx.Module):
@@ -82,6 +93,28 @@ class GemmState(nnx.Module):
             self.amax_history.set_value(stage(history, shared_amaxes(history, lax.stop_gradient(amaxes))))
 
 
+def prepare_gemm(
+    layer: str, state: GemmState | None, parameters: LinearParameters
+) -> tuple[LinearParameters, Fp8Gemm | None]:
+    """Parameters and FP8 GEMM as the layer's op takes them; without a state there is no FP8 GEMM."""
+    return (parameters, None) if state is None else state.gemm(layer, parameters)
+
+
+def stage_in(state: GemmState | None, gemm: Fp8Gemm | None, amaxes: jax.Array | None) -> None:
+    """Stage the forward amaxes that an op has returned; without FP8 there are none."""
+    if state is not None and gemm is not None and amaxes is not None:
+        state.stage(gemm, amaxes)
+
+
+def scope_name(layer: str, gemm: Fp8Gemm | None, inside: int = 0) -> str:
+    """The scope in which a layer computes: its path where that is known, as for Linen modules, otherwise `layer`.
+
+    `inside`: by how many names the path of the GEMM is longer than that of the layer.
+    """
+    names = (layer if gemm is None else gemm.layer).split("/")
+    return "/".join(names[: len(names) - inside]) or layer
+
+
 ATTACHED = RECORDER, "weight"
 
 
@@ -112,8 +145,27 @@ def names_of(path: Iterable[Hashable]) -> LayerPath:
 
 
 def fp8_state(model: PyTree) -> dict[str, PyTree]:
-    """The scales and amax histories of a model as nested dicts, by the paths of its layers; `fp8.count_amaxes` takes
-    them.
+    """Read the scales and amax histories of a model as nested dicts, by the paths of its layers.
+
+    Functions of a Linen model's collection "fp8" take them, such as `fp8.count_amaxes`.
+
+    Args:
+      model: an NNX module, or a tree of modules.
+
+    Returns:
+      For each GEMM its `scale` f32[..., 3] and `amax_history` f32[..., 3, L]; {} where no recipe has state.
+
+    Raises:
+      ValueError: if the name of an FP8 layer holds a "+" or begins with a "~", which are for names of GEMMs.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8.nnx
+      >>> model = nnx.Sequential(jax_fp8.nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
+      >>> jax.tree.map(jnp.shape, jax_fp8.nnx.fp8_state(model))
+      {'layers': {'0': {'amax_history': (3, 1024), 'scale': (3,)}}}
     """
     return state_of(gemms_of(model))
 
@@ -142,6 +194,24 @@ def update_state(model: PyTree) -> None:
 
     Call it once per step, after the optimizer. One fused computation serves all GEMMs of a recipe. GEMMs without staged
     amaxes keep their state.
+
+    Args:
+      model: an NNX module, or a tree of modules.
+
+    Raises:
+      ValueError: if the name of an FP8 layer holds a "+" or begins with a "~", which are for names of GEMMs.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8.nnx
+      >>> model = jax_fp8.nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+      >>> def loss_fn(model, x):
+      ...     return jnp.mean(model(x).astype(jnp.float32))
+      >>> loss, grads = jax_fp8.nnx.value_and_grad(loss_fn)(model, jnp.full((16, 16), 896.0))
+      >>> jax_fp8.nnx.update_state(model)
+      >>> model.fp8.scale[0].item()
+      2.0
     """
     finish_step(gemms_of(model))
 

@@ -20,10 +20,10 @@ ROTARY_BASE = 10_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """Frequencies for longer sequences, as in Llama 3.1 (`apply_scaling` in
-    https://github.com/meta-llama/llama-models, models/llama3/model.py).
+    """Frequencies of rotary positions for longer sequences, as in Llama 3.1.
 
-    A pair that makes `high_frequency_factor` turns or more within `original_length` tokens keeps its frequency. With
+    The formula is `apply_scaling` in https://github.com/meta-llama/llama-models, models/llama3/model.py. A pair that
+    makes `high_frequency_factor` turns or more within `original_length` tokens keeps its frequency. With
     `low_frequency_factor` turns or fewer the frequency is divided by `factor`. Between these the two are interpolated,
     linearly in the number of turns.
 
@@ -31,6 +31,16 @@ class RotaryScaling:
       factor: the divisor of low frequencies; at least 1.
       low_frequency_factor, high_frequency_factor: in turns.
       original_length: the sequence length of the first training, in tokens.
+
+    Raises:
+      ValueError: if a field is not a number in its range, or `high_frequency_factor` is not above the low one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> scaling = fp8.RotaryScaling(factor=8.0)
+      >>> scaling.slowed(jnp.array([1.0, 1e-4])) / jnp.array([1.0, 1e-4])
+      Array([1.   , 0.125], dtype=float32)
     """
 
     factor: float

@@ -9,8 +9,7 @@ in 16 or 8 bits, and params in FP8. In place, as `make_train_step` calls it, one
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import check_flags
-from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, is_fp8
-from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.core.fp8_array import is_fp8
 from jax_fp8.core.types import PyTree, TreeDef
 from jax_fp8.core.unpicklable import UnpicklableFunction
 from jax_fp8.kernels.adam import adam
@@ -29,7 +26,7 @@ from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 from jax_fp8.kernels.adam_leaf import adam_leaf
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.shared_cast import SharedCast
-from jax_fp8.optim.adam_state import FusedAdamState, Param, ParamState, Storage, initial_masters, with_own_master
+from jax_fp8.optim.adam_state import FusedAdamState, Param, Storage, initial_masters, with_own_master
 from jax_fp8.optim.hyperparameters import (
     check_hyperparameters,
     check_scalars,
@@ -37,14 +34,14 @@ from jax_fp8.optim.hyperparameters import (
     checked_tree,
     decay_mask,
 )
-from jax_fp8.optim.moment_scales import with_moment_scales
 from jax_fp8.optim.skipping import all_finite, note_applied
 from jax_fp8.optim.updates import (
     InPlace,
     NewParam,
     delta_to,
-    fp8_values,
+    leaf_of,
     new_param,
+    next_state,
     requested_casts,
     with_landed_master,
 )
@@ -73,16 +70,18 @@ def fused_adam(
     max_grad_norm: float | None = None,
     master: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with master weights.
+    """Make an Adam optimizer with master weights.
 
     Params are float32, bfloat16, float16 or `Fp8Array`, in any mixture; gradients are arrays of the same shapes. A step
-    writes a param in FP8 with a scale from its amax after the step before.
+    writes a param in FP8 with a scale from its amax after the step before. The formulas are those of Adam
+    (https://arxiv.org/abs/1412.6980) and AdamW (https://arxiv.org/abs/1711.05101), in float32.
 
     Args:
       learning_rate: a number, or a schedule of the step count.
       b1, b2, eps: as in `optax.adam`, the betas from 0 to below 1. `eps` is added outside the root, after bias
         correction, and must be above 0: a weight without any gradient would be 0 / 0.
-      weight_decay: decoupled (AdamW) with `adam_w_mode`, else an L2 term added to the gradient.
+      weight_decay: the coefficient of decay; 0 leaves it out.
+      adam_w_mode: True decouples the decay from the gradient (AdamW); False adds an L2 term to the gradient.
       bias_correction: divide the moments by `1 - b**count`.
       master_dtype: float32; float16; or "remainder", 16 bits beside each bfloat16 param, which give the same params as
         float32 masters.
@@ -104,6 +103,20 @@ def fused_adam(
       at the rounded masters. For a param in FP8 it returns the new `Fp8Array`, by which `jax_fp8.apply_updates`
       replaces the param. Extra arguments of `update`: `grad_scale`, a scalar that multiplies every gradient (one over
       the loss scale), and `in_place`, an `InPlace`.
+
+    Raises:
+      ValueError: if an argument is not in its range. `init` and `update` raise it where trees or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> tx = fp8.fused_adam(0.5)
+      >>> params = {"kernel": jnp.ones((2, 2), jnp.bfloat16)}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update({"kernel": jnp.ones((2, 2))}, state, params)
+      >>> new = fp8.apply_updates(params, updates)
+      >>> new["kernel"][0, 0].item(), new["kernel"].dtype.name, state.master["kernel"].dtype.name
+      (0.5, 'bfloat16', 'float32')
     """
     check_hyperparameters(learning_rate, b1, b2, eps, weight_decay, max_grad_norm)
     check_flags(adam_w_mode=adam_w_mode, bias_correction=bias_correction, skip_nonfinite=skip_nonfinite)
@@ -141,7 +154,25 @@ def fused_adamw(
     max_grad_norm: float | None = None,
     master: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`fused_adam` with decoupled weight decay and `optax.adamw`'s default for it; all other arguments are the same."""
+    """Make `fused_adam` with decoupled weight decay, and with `optax.adamw`'s default for it.
+
+    Args:
+      learning_rate, b1, b2, eps, weight_decay, bias_correction, mask: as in `fused_adam`.
+      master_dtype, mu_dtype, nu_dtype, skip_nonfinite, max_grad_norm, master: as in `fused_adam`.
+
+    Returns:
+      The transform.
+
+    Raises:
+      ValueError: as in `fused_adam`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> tx = fp8.fused_adamw(1e-3, mu_dtype=jnp.bfloat16, max_grad_norm=1.0)
+      >>> tx.init({"kernel": jnp.ones((16, 32))}).mu["kernel"].dtype.name
+      'bfloat16'
+    """
     return fused_adam(
         learning_rate,
         b1,
@@ -213,7 +244,7 @@ class _FusedAdam:
 
         casts, shared = requested_casts(in_place, params)
         rows = zip(gradients, params_list, states, casts, self._decays(params, tree), strict=True)
-        leaves = [_leaf(*row, coefficients, l2=not self.adam_w_mode) for row in rows]
+        leaves = [leaf_of(*row, coefficients, l2=not self.adam_w_mode) for row in rows]
         seed = state.count.astype(jnp.uint32)
         if in_place is None:
             results, leaves = self._deltas(params_list, leaves, coefficients, seed)
@@ -221,7 +252,7 @@ class _FusedAdam:
             copied = {i for i, cast in enumerate(casts) if cast} | {i for cast in shared for i in cast.leaves}
             leaves = [leaf.as_matrix() if i in copied else leaf for i, leaf in enumerate(leaves)]
             results, leaves = self._new_params(params_list, leaves, shared, coefficients, seed, applied)
-        states = [_next_state(*row, applied) for row in zip(params_list, leaves, before, strict=True)]
+        states = [next_state(*row, applied) for row in zip(params_list, leaves, before, strict=True)]
         count = count if applied is None else jnp.where(applied, count, state.count)
         return tree.unflatten(results), FusedAdamState.from_param_states(count, tree, states)
 
@@ -292,37 +323,6 @@ class _FusedAdam:
         pair_of = {cast.leaves[0]: pair for cast, pair in zip(shared, pairs, strict=True)}
         rows = enumerate(zip(params, leaves, strict=True))
         return [new_param(param, leaf, pair_of.get(i), applied) for i, (param, leaf) in rows], leaves
-
-
-def _leaf(
-    gradient: jax.Array,
-    param: Param,
-    state: ParamState,
-    cast: tuple[Fp8Pair, Cast] | None,
-    decays: bool,
-    coefficients: Coefficients,
-    l2: bool,
-) -> Leaf:
-    """One param as `adam` takes it; `cast`: the copy in FP8 that `in_place` asks for, and how it is cast."""
-    leaf = Leaf(gradient, state.mu, state.nu, None if is_fp8(param) else param, state.master, decays=decays)
-    if isinstance(param, Fp8Array):
-        assert state.fp8 is not None, "as Storage.check has seen"
-        values = Fp8Pair.with_shared_scale(param.values, state.fp8["transposed"], param.scale, state.fp8["amax"])
-        leaf = replace(leaf, cast=values, scale=scale_from_amax(values.amax, param.dtype))
-    elif cast is not None:
-        leaf = replace(leaf, cast=cast[0], scale=cast[1].known_scale)
-    return with_moment_scales(leaf, param, coefficients, l2)
-
-
-def _next_state(param: Param, leaf: Leaf, before: ParamState, applied: jax.Array | None) -> ParamState:
-    """The state of a param after the step. A skipped step leaves the arrays of a leaf as they are, but for a param in
-    FP8 its master may have changed before the step (`with_own_master`): there the state from `before` is chosen.
-    """
-    if not is_fp8(param):
-        return ParamState(leaf.mu, leaf.nu, leaf.master, None)
-    cast = fp8_values(leaf)
-    state = ParamState(leaf.mu, leaf.nu, leaf.master, {"amax": cast.amax, "transposed": cast.arrays[1]})
-    return state if applied is None else jax.tree.map(partial(jnp.where, applied), state, before)
 
 
 def _global_norm(gradients: list[jax.Array], scale: ArrayLike) -> jax.Array:

@@ -11,6 +11,7 @@ would scale updates raises a `NotLastError`, and so cannot scale the params by m
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import jax
@@ -21,12 +22,14 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import describe, flatten_like
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, names_of
+from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.types import PyTree
-from jax_fp8.kernels.adam_arrays import Leaf
+from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 from jax_fp8.kernels.quantize import quantize_rowwise
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.kernels.storage import REMAINDER, same_numbers
-from jax_fp8.optim.adam_state import Param
+from jax_fp8.optim.adam_state import Param, ParamState
+from jax_fp8.optim.moment_scales import with_moment_scales
 
 KernelNames: TypeAlias = LayerPath | tuple[LayerPath, ...]
 """The path of one kernel, or those of several that stand side by side in one copy, from left to right."""
@@ -34,12 +37,21 @@ KernelNames: TypeAlias = LayerPath | tuple[LayerPath, ...]
 
 @dataclass(frozen=True)
 class InPlace:
-    """The request for new params in place of updates.
+    """The request for new params in place of updates, which saves a pass over both.
 
     Args:
-      casts: weights to write in FP8, too. For each the copies to overwrite, and the scale f32[] to write them with, or
-        a `Cast`, which has a known scale or a scale for each square.
+      casts: weights to write in FP8, too, by the paths of their kernels. For each the copies to overwrite, and the
+        scale f32[] to write them with, or a `Cast`, which has a known scale or a scale for each square.
       apply: bool[], False for a step that changes nothing; None is True.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> tx, params = fp8.fused_adam(0.5), {"kernel": jnp.ones((2, 2))}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update({"kernel": jnp.ones((2, 2))}, state, params, in_place=fp8.InPlace())
+      >>> fp8.apply_updates(params, updates)["kernel"].round(3)[0]
+      Array([0.5, 0.5], dtype=float32)
     """
 
     casts: Mapping[KernelNames, tuple[Fp8Pair, jax.Array | Cast]] = field(default_factory=dict)
@@ -187,13 +199,58 @@ def fp8_values(leaf: Leaf) -> Fp8Pair:
     return leaf.cast
 
 
+def leaf_of(
+    gradient: jax.Array,
+    param: Param,
+    state: ParamState,
+    cast: tuple[Fp8Pair, Cast] | None,
+    decays: bool,
+    coefficients: Coefficients,
+    l2: bool,
+) -> Leaf:
+    """One param as `adam` takes it; `cast`: the copy in FP8 that `in_place` asks for, and how it is cast."""
+    leaf = Leaf(gradient, state.mu, state.nu, None if is_fp8(param) else param, state.master, decays=decays)
+    if isinstance(param, Fp8Array):
+        assert state.fp8 is not None, "as Storage.check has seen"
+        values = Fp8Pair.with_shared_scale(param.values, state.fp8["transposed"], param.scale, state.fp8["amax"])
+        leaf = replace(leaf, cast=values, scale=scale_from_amax(values.amax, param.dtype))
+    elif cast is not None:
+        leaf = replace(leaf, cast=cast[0], scale=cast[1].known_scale)
+    return with_moment_scales(leaf, param, coefficients, l2)
+
+
+def next_state(param: Param, leaf: Leaf, before: ParamState, applied: jax.Array | None) -> ParamState:
+    """The state of a param after the step. A skipped step leaves the arrays of a leaf as they are, but for a param in
+    FP8 its master may have changed before the step (`with_own_master`): there the state from `before` is chosen.
+    """
+    if not is_fp8(param):
+        return ParamState(leaf.mu, leaf.nu, leaf.master, None)
+    cast = fp8_values(leaf)
+    state = ParamState(leaf.mu, leaf.nu, leaf.master, {"amax": cast.amax, "transposed": cast.arrays[1]})
+    return state if applied is None else jax.tree.map(partial(jnp.where, applied), state, before)
+
+
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """The updated params.
+    """Update params by what an optimizer returned, also by the result of `fused_adam` in place.
 
     Args:
       params: a tree of arrays, and of `Fp8Array` for params in FP8.
       updates: for each param a delta, which is added in float32 and rounded once to the param's dtype (a param in FP8
         keeps its scale); or its replacement: an `Fp8Array`, or the result of `fused_adam` in place.
+
+    Returns:
+      The new params, with the structure, shapes and dtypes of `params`.
+
+    Raises:
+      ValueError: if `updates` have another structure than `params`, or an update is not an array of the shape of its
+        param.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> params = {"bias": jnp.ones(2, jnp.bfloat16)}
+      >>> fp8.apply_updates(params, {"bias": jnp.array([1.0, -0.5])})["bias"]
+      Array([2, 0.5], dtype=bfloat16)
     """
     tree = jax.tree.structure(params, is_leaf=is_fp8)
     leaves = flatten_like("updates", tree, updates, "pass what update returned")

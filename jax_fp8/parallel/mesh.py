@@ -36,24 +36,40 @@ GRADIENT_DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a step is spread over the devices of a mesh: for `parallel=` of `make_train_step`, `value_and_grad`,
-    `warm_start` and `shardings`, all of which take a bare mesh as well. The constructor checks the values. Two objects
-    with the same values are equal and have the same hash.
+    """How a step is spread over the devices of a mesh: the argument `parallel` of functions that take a mesh.
+
+    These are `make_train_step`, `value_and_grad`, `warm_start` and `shardings`; all take a bare mesh as well. Two
+    objects with the same values are equal and have the same hash.
 
     Args:
-      mesh: a `jax.sharding.Mesh`. Its axes `data` and `fsdp` split the batch, `fsdp` params and optimizer state too,
-        `tensor` splits the layers, and `pipe` makes them stages of a pipeline, through which microbatches pass. Any may
-        be left out. An axis by another name is refused.
+      mesh: a `jax.sharding.Mesh`. Its axes `data` and `fsdp` split the batch. `fsdp` splits params and optimizer state
+        too (ZeRO, https://arxiv.org/abs/1910.02054). `tensor` splits the layers (https://arxiv.org/abs/1909.08053), and
+        `pipe` makes them stages of a pipeline, through which microbatches pass. Any may be left out. An axis by another
+        name is refused.
       rules: pairs of a pattern and a `PartitionSpec`. A rule applies to the params in whose path (names joined by "/")
         `re.search` finds the pattern; the first such rule counts. Its spec names `fsdp` and `tensor`, and describes the
         param's last dims. Without a rule, a param's layer and its shape decide.
-      sequence_parallel: between layers, each device of `tensor` keeps its part of the rows; refused without that axis.
+      sequence_parallel: between layers, each device of `tensor` keeps its part of the rows
+        (https://arxiv.org/abs/2205.05198); refused without that axis.
       gradient_dtype: the dtype in which gradients of matrices are summed over `data` and `fsdp`. None is float32,
         unless both gradients and params have 16 bits. jnp.bfloat16 sends half the bytes. Others are refused.
-      schedule: the pipeline's: "1f1b" (the default, None), "gpipe", "interleaved" or "zero-bubble"; refused without the
-        axis `pipe`.
+      schedule: the pipeline's: "1f1b" (the default, None) or "interleaved" (https://arxiv.org/abs/2104.04473), "gpipe"
+        (https://arxiv.org/abs/1811.06965), or "zero-bubble" (ZB-H1, https://arxiv.org/abs/2401.10241); refused without
+        the axis `pipe`.
       chunks: groups of layers on each stage. None is 2 for "interleaved", which needs several, and 1 for the others,
         which have one; refused without the axis `pipe`.
+
+    Raises:
+      ValueError: if a field has another type or value, or needs an axis that the mesh does not have.
+
+    Example:
+      >>> import jax
+      >>> import jax_fp8 as fp8
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1, 1), ("fsdp", "tensor"))
+      >>> parallel = fp8.Parallelism(mesh, rules=[("embedding", P("tensor", "fsdp"))])
+      >>> parallel.mesh.axis_names, parallel.stages
+      (('fsdp', 'tensor'), 1)
     """
 
     mesh: Mesh

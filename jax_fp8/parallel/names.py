@@ -28,14 +28,31 @@ LogicalRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 def rules_from_names(
     variables: PyTree, logical_rules: LogicalRules | None = None
 ) -> tuple[tuple[str, PartitionSpec], ...]:
-    """The `rules` of a `Parallelism`, from the names of the dims of params. A param without names gets no rule. Vectors
-    stay whole over `fsdp`, as without rules.
+    """Make the `rules` of a `Parallelism` from the names of the dims of params.
+
+    A param without names gets no rule. Vectors stay whole over `fsdp`, as without rules.
 
     Args:
       variables: what `model.init` returns, or its shapes: `jax.eval_shape(model.init, ...)`.
       logical_rules: pairs of a name and an axis of the mesh, several axes or None, as `nn.logical_to_mesh_axes` takes
         them. Of several pairs with one name the first counts whose axes split no other dim of the param. None takes the
         rules of the surrounding `nn.logical_axis_rules`. A dim whose name is in no pair is not split.
+
+    Returns:
+      Pairs of a pattern that matches the path of one param, and its `PartitionSpec`.
+
+    Raises:
+      ValueError: if `variables` have no "params", or no param has names.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer = fp8.LayerNormMLP(32, logical_axes=True)
+      >>> shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 16)))
+      >>> rules = fp8.rules_from_names(shapes, [("mlp", "tensor")])
+      >>> tuple(dict(rules)["^up/kernel$"])
+      (None, 'tensor')
     """
     rules: dict[str, PartitionSpec] = {}
 

@@ -25,7 +25,7 @@ from jax_fp8.plan.rates import Rates
 from jax_fp8.plan.step_time import StepTime, estimate, longest
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.train.cuda_graph import default_options
-from jax_fp8.train.train_step import TrainStep
+from jax_fp8.train.step import TrainStep
 
 GIB = 2**30
 USABLE = 0.92  # the share of a GPU's memory for a program; CUDA, cuBLAS and NCCL need the rest

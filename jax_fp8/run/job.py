@@ -26,7 +26,8 @@ from jax_fp8.run.resuming import describe_run
 from jax_fp8.run.settings import Settings
 from jax_fp8.run.text import ByteEncoder, Encoder, PairEncoder, read_corpus, standard_library, user_files
 from jax_fp8.state.train_state import TrainState
-from jax_fp8.train.train_step import TrainStep, make_train_step
+from jax_fp8.train.step import TrainStep
+from jax_fp8.train.train_step import make_train_step
 
 
 class Job(NamedTuple):

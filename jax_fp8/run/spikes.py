@@ -29,7 +29,8 @@ from jax_fp8.core.types import PyTree
 from jax_fp8.report.run_format import JsonObject
 from jax_fp8.run.logs import Logbook
 from jax_fp8.run.settings import Settings
-from jax_fp8.train.diagnostics import Diagnostics, find_fault
+from jax_fp8.train.diagnostics import Diagnostics
+from jax_fp8.train.faults import find_fault
 
 READ_BEHIND = 2  # a loss is read this many steps late, so that the device never waits for the host
 WINDOW, WARM_UP = 64, 48  # losses that a limit is computed from: at most, at least

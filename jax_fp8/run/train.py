@@ -50,7 +50,7 @@ from jax_fp8.run.spikes import Watch
 from jax_fp8.run.text import PairEncoder, training_batch, validation_batches
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.train.diagnostics import Diagnostics
-from jax_fp8.train.train_step import TrainStep
+from jax_fp8.train.step import TrainStep
 
 # Settings in which the processes of one run may differ.
 OF_ONE_PROCESS = {"coordinator", "process_id", "data", "validation_data", "output", "cache", "config"}

@@ -37,8 +37,24 @@ STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class TrainState:
-    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without state), `opt_state`, `cache` (the weights
-    in FP8, or {}), and `collections`: other variables of the model by collection, such as "batch_stats".
+    """All that a training step reads and writes, as one pytree.
+
+    Args:
+      step: int32[], the number of steps so far.
+      params: nested dicts of arrays, the collection "params".
+      fp8: the scales and amax histories of delayed scaling, the collection "fp8"; {} for recipes without state.
+      opt_state: of the optimizer.
+      cache: the weights in FP8, from `cast_weights`; or {}.
+      collections: other variables of the model by collection, such as "batch_stats".
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> variables = fp8.Dense(32).init(jax.random.key(0), jnp.ones((2, 16)))
+      >>> state = fp8.TrainState.create(variables=variables, tx=fp8.fused_adamw(1e-3))
+      >>> int(state.step), sorted(state.variables)
+      (0, ['fp8', 'params'])
     """
 
     step: jax.Array
@@ -60,8 +76,10 @@ class TrainState:
 
     @classmethod
     def create(cls, *, variables: Variables, tx: optax.GradientTransformation) -> "TrainState":
-        """The state before the first step. A step may donate its state, so all arrays are copies: `variables` stay
-        valid, and so do arrays inside of `tx`, such as a random key.
+        """Make the state before the first step.
+
+        A step may donate its state, so all arrays are copies: `variables` stay valid, and so do arrays inside of `tx`,
+        such as a random key.
 
         Args:
           variables: the result of `model.init`: "params", and "fp8" where the recipe has state. With "fp8_cache" from
@@ -69,6 +87,12 @@ class TrainState:
             collections become `collections`, which a loss with `has_aux` may change. The state has arrays alone: names
             of dims that params carry (`nn.LogicallyPartitioned`) are removed.
           tx: the optimizer.
+
+        Returns:
+          The state, with step 0.
+
+        Raises:
+          ValueError: if `variables` are not what `model.init` returns, or `tx` is not an Optax transform.
         """
         check_variables(variables)
         check_optimizer(tx)
@@ -95,8 +119,19 @@ class TrainState:
         return {name: tree for name, tree in own.items() if tree or name == "params"} | self.collections
 
     def replace(self, **changes: Any) -> "TrainState":
-        """A copy of the state with these fields changed. If it has a weight cache, new params or scales are cast to FP8
-        again.
+        """Copy the state with other values of some fields.
+
+        If it has a weight cache, new params or scales are cast to FP8 again.
+
+        Args:
+          **changes: the new values, by field.
+
+        Returns:
+          The new state.
+
+        Raises:
+          TypeError: if there is no such field.
+          ValueError: if there is a weight cache, and its kernels or scales are not in the new params or FP8 state.
         """
         new = dataclasses.replace(self, **changes)
         if not new.cache or "cache" in changes or not {"params", "fp8"} & set(changes):

@@ -59,8 +59,10 @@ def cast_weights(
     *,
     forward: Callable[[dict], object] | None = None,
 ) -> dict[str, PyTree]:
-    """The kernel of every GEMM of this recipe in FP8: cast with the scale that its state has now, or, where the recipe
-    has no state, with scales of its own; or taken from a cache that is still valid.
+    """Cast the kernels of all GEMMs to FP8 once, for several passes; or take a cache that is still valid.
+
+    The GEMMs are those of this recipe. A kernel is cast with the scale that its state has now, or, where the recipe has
+    no state, with scales of its own.
 
     With a cache this is one `lax.cond` over the whole cache. Call it inside the jitted function that takes the cache,
     and donate the cache there: then a valid cache costs nothing, while a cache that is not donated is copied. (The
@@ -71,7 +73,7 @@ def cast_weights(
       recipe: the model's.
       cache: the cache of an earlier microbatch, or None, to cast.
       is_first_microbatch: bool, or bool[] that may be traced. True: cast. False or None: cast only if the params have
-        another version than the cache. The version is a hash of the first row and the first column of each kernel, so
+        another version than the cache. The version is a hash of the first row and the first column of each kernel. So
         it can miss a change of a few elements, until the first microbatch of the next step.
       forward: a function of the variables that runs the model, `lambda variables: model.apply(variables, x)`. It is
         traced to find the layers in FP8, and computes nothing. Only the first cache of a recipe without state needs it,
@@ -79,6 +81,22 @@ def cast_weights(
 
     Returns:
       The collection for `variables["fp8_cache"]`.
+
+    Raises:
+      ValueError: if `variables`, `recipe` and `cache` are not of one model, `forward` is missing or runs no such layer,
+        or `is_first_microbatch` is not one truth value.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.Dense(32), jnp.ones((2, 16))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> cache = fp8.cast_weights(variables, layer.recipe)
+      >>> cache["kernel"].rowwise.shape, cache["kernel"].rowwise.dtype.name
+      ((16, 32), 'float8_e4m3fn')
+      >>> layer.apply({**variables, "fp8_cache": cache}, x).shape
+      (2, 32)
     """
     variables = without_names(variables)
     _check_recipe(variables, recipe)

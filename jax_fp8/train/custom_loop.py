@@ -40,8 +40,7 @@ def value_and_grad(
     parallel: Parallelism | Mesh | None = None,
     delay_wgrad_compute: bool = False,
 ) -> Callable:
-    """Like `jax.value_and_grad` over the params of a variable dict, but also returns the FP8 state with this pass's
-    amaxes staged.
+    """Like `jax.value_and_grad` over the params of a variable dict, but also returns the FP8 state of this pass.
 
     Args:
       loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
@@ -62,6 +61,22 @@ def value_and_grad(
       slot 0 of each history raised to the amaxes of this pass; pass it to `update_state`. It is {} where there is no
       state. With `delay_wgrad_compute` there is a fourth result, `DeferredGradients`, a pytree with the operands of the
       delayed GEMMs in FP8; `grads` has zeros in place of the gradients that they will compute.
+
+    Raises:
+      ValueError: if `loss_fn` is not a function, or a setting is refused, as said above. The function raises it where
+        the loss is not a scalar; on a mesh also where it is not under `jax.jit`, or a batch cannot be split.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.Dense(32), jnp.ones((16, 16))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> def loss_fn(variables, x):
+      ...     return jnp.mean(layer.apply(variables, x).astype(jnp.float32))
+      >>> loss, grads, fp8_state = jax.jit(fp8.value_and_grad(loss_fn))(variables, x)
+      >>> grads["kernel"].shape, fp8_state["amax_history"][0, 0].item()
+      ((16, 32), 1.0)
     """
     check_loss_fn(loss_fn)
     check_flags(has_aux=has_aux, delay_wgrad_compute=delay_wgrad_compute)
@@ -96,10 +111,10 @@ def warm_start(
     *,
     parallel: Parallelism | Mesh | None = None,
 ) -> Callable:
-    """Scales for the first step, when there is no history yet: from a pass that scales every tensor by its own amax.
-    `make_train_step` does this by itself; a loop of one's own calls it once, before its first step.
+    """Make the function that finds scales for the first step, when there is no history yet.
 
-        fp8_state = jax.jit(fp8.warm_start(loss_fn, recipe))(variables, batch)
+    They come from a pass that scales every tensor by its own amax. `make_train_step` does this by itself; a loop of
+    one's own calls it once, before its first step.
 
     Args:
       loss_fn, has_aux, parallel: as in `value_and_grad`.
@@ -108,6 +123,22 @@ def warm_start(
     Returns:
       A function of the same arguments as `loss_fn` that returns the FP8 state, with the amaxes of this pass as its
       first history; {} where there is no state. Rows that have a history already, such as calibrated ones, keep it.
+
+    Raises:
+      ValueError: as in `value_and_grad`; also if `recipe` is not a recipe. The function raises it where the layers of
+        the loss have another recipe.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.Dense(32), jnp.full((16, 16), 448.0)
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> def loss_fn(variables, x):
+      ...     return jnp.mean(layer.apply(variables, 2 * x).astype(jnp.float32))
+      >>> fp8_state = jax.jit(fp8.warm_start(loss_fn, layer.recipe))(variables, x)
+      >>> fp8_state["scale"][0].item()
+      2.0
     """
     check_loss_fn(loss_fn)
     check_recipe(recipe)
@@ -127,18 +158,30 @@ def warm_start(
 
 
 def shardings(init_fn: Callable, *args: PyTree, parallel: Parallelism | Mesh) -> PyTree:
-    """The shardings of variables on a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`:
-
-        variables = jax.jit(model.init, out_shardings=fp8.shardings(model.init, key, x, parallel=mesh))(key, x)
+    """Find the shardings of variables on a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`.
 
     Args:
       init_fn: `model.init`, or another function that returns a dict with "params". Other entries with the names and
         shapes of params, such as moments of an optimizer, are sharded like the params; the rest is replicated.
-      args: the arguments of `init_fn`; only their shapes count.
+      *args: the arguments of `init_fn`; only their shapes count.
       parallel: a mesh, or a `Parallelism`, whose rules are followed; None is refused.
 
     Returns:
       A tree like the result, with a `jax.sharding.NamedSharding` for each array.
+
+    Raises:
+      ValueError: if `parallel` is neither a mesh nor a `Parallelism`, or `init_fn` returns no dict with "params".
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> layer, key, x = fp8.Dense(32), jax.random.key(0), jnp.ones((2, 16))
+      >>> placed = fp8.shardings(layer.init, key, x, parallel=mesh)
+      >>> variables = jax.jit(layer.init, out_shardings=placed)(key, x)
+      >>> variables["params"]["kernel"].sharding.mesh.axis_names
+      ('fsdp',)
     """
     spread = as_parallelism(parallel)
     if spread is None:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import is_fp8
 from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED
@@ -40,7 +39,6 @@ SHARES = ("saturated", "underflowed", "nonfinite")
 OF_GRADIENT = ("norm", "nonfinite")
 ROUTER = "router"  # its name in a layer of experts
 HEALTH = len(OBSERVED), len(STATISTICS)  # the shape of a pass's measurement of one GEMM
-NOTABLE_SATURATION = 1e-3  # share of a tensor; a scale from the step before saturates far fewer elements
 
 Row: TypeAlias = dict[str, Any]
 """One row of `Diagnostics.rows()`: names as strings, and numbers or None."""
@@ -138,9 +136,22 @@ class Layout:
 class Diagnostics:
     """How the tensors of a step were cast, and its gradients by layer, as one array on the device; `rows()` reads it.
 
+    `step(state, batch, diagnose=True)` and `step.diagnose(state, batch)` return it.
+
     Args:
       values: f32[size].
-      layout: static.
+      layout: what each number means; static.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, tx = fp8.Dense(16, recipe=fp8.CurrentScaling()), fp8.fused_adamw(1e-3)
+      >>> step = fp8.make_train_step(lambda variables, x: jnp.mean(layer.apply(variables, x)), tx, layer.recipe)
+      >>> state = step.init_state(layer.init, jax.random.key(0), jnp.ones((16, 16)))
+      >>> rows = step.diagnose(state, jnp.ones((16, 16))).rows()
+      >>> [row["tensor"] for row in rows["tensors"]], rows["tensors"][0]["amax"]
+      (['input', 'kernel', 'output_gradient'], 1.0)
     """
 
     values: jax.Array
@@ -155,12 +166,16 @@ class Diagnostics:
         fp8_state: Mapping,
         gradients: PyTree,
     ) -> "Diagnostics":
-        """The diagnostics of a step.
+        """Make the diagnostics of a step.
 
         Args:
+          observed: the GEMMs and routers that the step measured.
           measured: by its passes: statistics of inputs and output gradients, then shares of experts.
           params, fp8_state: before the step.
           gradients: like the params.
+
+        Returns:
+          The diagnostics.
         """
         gemms = observed_gemms(observed)
         health, shares = measured[: _size(gemms)].reshape(-1, *HEALTH), measured[_size(gemms) :]
@@ -178,9 +193,11 @@ class Diagnostics:
         return cls(jnp.concatenate([tensors.reshape(-1), *norms, shares]), layout)
 
     def rows(self) -> dict[str, list[Row]]:
-        """The same as dicts for JSON; waits for the device. Numbers that are not finite are None.
+        """Read the diagnostics as dicts for JSON; waits for the device. Numbers that are not finite are None.
 
         Returns:
+          Lists of rows, each a dict, under these names.
+
           "tensors": three rows for each GEMM, in program order: "layer", "tensor" ("input", "kernel" or
             "output_gradient"), "amax", "scale", "headroom" (`fp8_max * scale / amax`; below 1 the tensor was too large
             for its scale), "saturated", "underflowed", "nonfinite" (shares of its elements) and "error" (relative root
@@ -210,35 +227,6 @@ class Diagnostics:
             ],
             **({"experts": experts} if experts else {}),
         }
-
-
-def find_fault(rows: Mapping[str, Sequence[Row]]) -> str | None:
-    """A clause about the worst number in `Diagnostics.rows()`, or None if there is no fault.
-
-    It names the first tensor that is not finite, in the order in which a step computes them, else the first such
-    gradient, else the tensor with the largest share of saturated elements.
-    """
-    if not isinstance(rows, Mapping) or not {"tensors", "gradients"} <= set(rows):
-        raise ValueError(f'rows must hold "tensors" and "gradients", got {describe(rows)}; pass diagnostics.rows()')
-    tensors = rows["tensors"]
-    # A step computes inputs from the first layer to the last, and then output gradients from the last to the first.
-    output_gradients = [row for row in reversed(tensors) if row["tensor"] == TENSORS[OUTPUT_GRADIENT]]
-    in_order = [row for row in tensors if row["tensor"] != TENSORS[OUTPUT_GRADIENT]] + output_gradients
-    for row in in_order:
-        if row["nonfinite"]:
-            return f"{100 * row['nonfinite']:.3g} % of {_described(row)} is not finite"
-    layers = [row["layer"] for row in rows["gradients"] if row["nonfinite"]]
-    if layers:
-        others = f", nor those of {len(layers) - 1} other layers" if len(layers) > 1 else ""
-        return f"the gradients of {layers[0]} are not finite{others}"
-    worst = max(tensors, key=lambda row: row["saturated"] or 0, default=None)
-    if worst is None or (worst["saturated"] or 0) < NOTABLE_SATURATION:
-        return None
-    return f"{100 * worst['saturated']:.3g} % of {_described(worst)} is larger than its scale allows"
-
-
-def _described(row: Row) -> str:
-    return f"the {row['tensor'].replace('_', ' ')} of {row['layer']}"
 
 
 def _tensor_row(layer: str, tensor: str, values: np.ndarray) -> Row:

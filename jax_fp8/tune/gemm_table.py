@@ -42,7 +42,22 @@ class Choice:
 
 @dataclass(frozen=True)
 class GemmTable:
-    """Choices for one kind of GPU and one version of cuBLASLt; hashable, and it prints as a table."""
+    """The fastest GEMMs of one kind of GPU with one version of cuBLASLt; hashable, and it prints as a table.
+
+    `tune` makes it, and `tuned_gemms` takes it.
+
+    Args:
+      device: the kind of GPU, as jax names it.
+      cublaslt: the version.
+      choices: pairs of a product (`GemmProblem`) and its fastest candidate, with times in microseconds (`Choice`).
+
+    Example:
+      >>> import jax_fp8 as fp8
+      >>> table = fp8.GemmTable("NVIDIA H200", "13.1.0")
+      >>> path = table.save("gemms.json")
+      >>> fp8.GemmTable.load(path) == table
+      True
+    """
 
     device: str
     cublaslt: str
@@ -50,7 +65,18 @@ class GemmTable:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> "GemmTable":
-        """Read a table; None reads this machine's own in the user's cache folder, for which it needs the GPU."""
+        """Read a table.
+
+        Args:
+          path: of the file; None reads this machine's own in the user's cache folder, for which it needs the GPU.
+
+        Returns:
+          The table.
+
+        Raises:
+          ValueError: if there is no such file, or it is not one that `save` wrote; with `path=None` also where there is
+            no GPU.
+        """
         path = Path(path) if path is not None else default_path(*this_gpu())
         if not os.path.exists(path):
             raise ValueError(f"no table of tuned GEMMs is at {path}; make it with `python -m jax_fp8 tune` or fp8.tune")
@@ -60,6 +86,15 @@ class GemmTable:
         """Write the table, together with other choices that the file already holds.
 
         Another process sees the old file or the new one, never a part of it.
+
+        Args:
+          path: of the file; None is that of such a machine, in the user's cache folder.
+
+        Returns:
+          The path.
+
+        Raises:
+          ValueError: if the file cannot be written, or is not a table of the same GPU and cuBLASLt.
         """
         path = Path(path) if path is not None else default_path(self.device, self.cublaslt)
         merged = _parse(path).updated(self) if os.path.exists(path) else self
@@ -75,8 +110,16 @@ class GemmTable:
         return path
 
     def updated(self, other: "GemmTable") -> "GemmTable":
-        """This table with the choices of another one of the same GPU and cuBLASLt. Where both have one, the other's
-        counts.
+        """Add the choices of another table of the same GPU and cuBLASLt.
+
+        Args:
+          other: whose choices count where both tables have one.
+
+        Returns:
+          The new table.
+
+        Raises:
+          ValueError: if the other table is of another GPU or cuBLASLt.
         """
         if (self.device, self.cublaslt) != (other.device, other.cublaslt):
             raise ValueError(
@@ -86,16 +129,34 @@ class GemmTable:
         return GemmTable(self.device, self.cublaslt, tuple({**self._by_problem, **other._by_problem}.items()))
 
     def restricted_to(self, problems: Iterable[GemmProblem]) -> "GemmTable":
-        """The table with the choices for these problems alone, in their order."""
+        """Leave out all choices but those for some products.
+
+        Args:
+          problems: the products, in whose order the choices will be.
+
+        Returns:
+          The new table.
+        """
         choices = ((problem, self._by_problem[problem]) for problem in problems if problem in self._by_problem)
         return GemmTable(self.device, self.cublaslt, tuple(choices))
 
     def candidate(self, problem: GemmProblem) -> int:
-        """The rank of the choice; 0, the heuristic's own, for a product that was not tuned."""
+        """Look up the rank of the fastest candidate of a product.
+
+        Args:
+          problem: the product.
+
+        Returns:
+          The rank; 0, the heuristic's own choice, for a product that was not tuned.
+        """
         return self.ranks.get(problem, 0)
 
     def rows(self) -> list[str]:
-        """A line for every GEMM, to be printed below `HEADINGS`."""
+        """Write a line for every GEMM, to be printed below `HEADINGS`.
+
+        Returns:
+          The lines.
+        """
         return [_row(*pair) for pair in self.choices]
 
     @cached_property
@@ -122,6 +183,24 @@ def tuned_gemms(table: GemmTable | None) -> AbstractContextManager:
     called inside and outside of the context: put the whole loop inside. With several processes, give all of them one
     file; with different tables they would differ in the last bits. A product that is not in the table takes the
     heuristic's choice. So does one whose arrays do not start at multiples of 256 bytes, as all arrays of jax do.
+
+    Args:
+      table: of this GPU and cuBLASLt, or None.
+
+    Returns:
+      A context manager.
+
+    Raises:
+      ValueError: if `table` is not a table; or on a GPU, if it is of another GPU or cuBLASLt.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> one = fp8.quantize(jnp.ones((16, 32)), fp8.E4M3, jnp.float32(1))
+      >>> with fp8.tuned_gemms(None):
+      ...     y = fp8.matmul(one, one)
+      >>> y.shape
+      (16, 16)
     """
     if table is not None and not isinstance(table, GemmTable):
         raise ValueError(f"tuned_gemms needs a GemmTable or None, got {table!r}; pass fp8.GemmTable.load(path)")

@@ -39,8 +39,7 @@ def tune(
     again: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> GemmTable:
-    """Time the candidates of every FP8 GEMM of `fn(*args)` on this GPU, seconds for each,
-    and return the table for `tuned_gemms`.
+    """Time the candidates of every FP8 GEMM of `fn(*args)` on this GPU, and keep the fastest; seconds for each GEMM.
 
     GEMMs in the file are not measured again; a new measurement is written at once. Keep the GPU otherwise idle, and
     tune in one process.
@@ -52,6 +51,22 @@ def tune(
       path: of the table; None is this machine's own, in the user's cache folder.
       again: measure everything anew, as after a new driver.
       report: gets a line for every GEMM, as soon as it is measured.
+
+    Returns:
+      The table for `tuned_gemms`.
+
+    Raises:
+      ValueError: if there is no GPU or no cuBLASLt, `fn` has no FP8 GEMM, or the file is not a table of this machine.
+
+    Example:
+      The last line needs a GPU.
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> layer, x = fp8.Dense(32), jnp.ones((16, 16))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> table = fp8.tune(layer.apply, variables, x)  # doctest: +SKIP
     """
     here = GemmTable(*this_gpu())
     problems = list_fp8_gemms(fn, *args)

@@ -1,4 +1,4 @@
-"""Table and picture of schedules, benchmarks/pipelines.py: what docs/explanation/pipelines.md shows is what is computed."""
+"""Table and picture of schedules, benchmarks/pipelines.py: docs/explanation/pipelines.md shows what is computed."""
 
 import pathlib
 import re

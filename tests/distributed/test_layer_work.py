@@ -14,7 +14,7 @@ from reference import assert_same_bits
 import jax_fp8 as fp8
 from jax_fp8.core.layered_loss import LayeredLoss, LayersByKind
 from jax_fp8.jaxprs.equations import all_equations
-from jax_fp8.train.train_step import TrainStep
+from jax_fp8.train.step import TrainStep
 
 PARTS = layers(DELAYED, 4)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.inspect.explain import MatrixProduct, kinds
+from jax_fp8.inspect.matrix_product import kinds
 from jax_fp8.kernels import dispatch, extension
 
 # Which test gets this warning, said once a process, depends on their order.
@@ -186,27 +186,6 @@ def test_equal_layers_share_a_row():
     (row,) = (line for line in table if "query+key+value/fprop" in line)
     assert re.fullmatch(r"FP8  x18 +\(32, 32\) · \(32, 32\) +e4m3fn e4m3fn .*layer_{0\.\.5}/attention/\S+", row)
     assert sum(kind.count for kind in kinds(gemms)) == sum(gemm.count for gemm in gemms)
-
-
-def product(layer, n=16, count=1):
-    return MatrixProduct(layer, 16, n, 16, "bfloat16 bfloat16", "xla", count, False, False, "why")
-
-
-@pytest.mark.parametrize(
-    ("layers", "rows"),
-    [
-        ([product("a_0"), product("a_1"), product("a_3")], ["a_{0,1,3} x3"]),
-        ([product("a_0"), product("a_1", n=32), product("a_2")], ["a_{0,2} x2", "a_1 x1"]),
-        ([product("a_0", count=5), product("a_1")], ["a_0 x5", "a_1 x1"]),
-        ([product("a_0/b_0"), product("a_0/b_1"), product("a_1/b_0")], ["a_{0..1}/b_0 x2", "a_0/b_1 x1"]),
-        ([product(f"a_{i}/b_{j}") for i in range(3) for j in range(2)], ["a_{0..2}/b_{0..1} x6"]),
-        ([product("jvp(a_1)"), product("jvp(a_2)"), product("a_1")], ["jvp(a_{1..2}) x2", "a_1 x1"]),
-        ([product("a"), product("a", count=2)], ["a x3"]),
-    ],
-    ids=["gaps", "another shape", "another count", "not a product of numbers", "two numbers", "scopes", "no number"],
-)
-def test_rows_that_differ_stay_apart(layers, rows):
-    assert [f"{kind.layer} x{kind.count}" for kind in kinds(layers)] == rows
 
 
 def test_what_shards_send_is_listed_below_the_products():

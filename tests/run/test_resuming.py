@@ -18,7 +18,7 @@ from jax_fp8.report.run_format import CannotResume
 from jax_fp8.run import resuming, spikes, train
 from jax_fp8.run.checkpoints import read_last
 from jax_fp8.run.settings import Settings
-from jax_fp8.train.train_step import TrainStep
+from jax_fp8.train.step import TrainStep
 
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 0".split()
 SMALL += "--steps 6 --eval-every 4 --checkpoint-every 2".split()

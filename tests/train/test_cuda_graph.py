@@ -17,7 +17,7 @@ from jax_fp8.kernels import extension
 from jax_fp8.parallel.overlap import OVERLAP_OPTIONS
 from jax_fp8.train import cuda_graph, train_step
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, ROOM_BYTES, make_room, zero_metrics
-from jax_fp8.train.train_step import TrainStep
+from jax_fp8.train.step import TrainStep
 
 REASON = h200.missing_reason() or extension.missing_reason()
 RECIPE = fp8.CurrentScaling()

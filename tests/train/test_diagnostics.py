@@ -312,8 +312,6 @@ def test_wrong_arguments_are_refused():
             step(state, batch, skip_above=limit)
     with pytest.raises(ValueError, match="diagnose must be True or False, got 10"):
         step(state, batch, diagnose=10)
-    with pytest.raises(ValueError, match=r'rows must hold "tensors" and "gradients", got .*; pass diagnostics.rows'):
-        fp8.find_fault({"loss": 3})
 
 
 def test_what_layers_keep_changes_no_number():

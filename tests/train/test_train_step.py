@@ -3,9 +3,7 @@
 The FP8 state is compared bit for bit.
 """
 
-import copy as copies
 import functools
-import pickle
 
 import flax.linen as nn
 import jax
@@ -230,16 +228,6 @@ def test_jit_and_no_jit_agree():
     jax.tree.map(np.testing.assert_array_equal, jitted.fp8, eager.fp8)
 
 
-def test_the_given_state_is_donated():
-    tx = optax.sgd(0.1)
-    module, state = start(tx)
-    fp8.make_train_step(loss_of(module), tx, RECIPE)(state, batch_of())
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-    module, state = start(tx)
-    fp8.make_train_step(loss_of(module), tx, RECIPE, donate=False)(state, batch_of())
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
 def test_a_nonfinite_amax_is_counted_and_leaves_its_row(value, microbatches):
@@ -298,17 +286,3 @@ def test_misuse():
     module, state = start(tx, None)
     with pytest.raises(ValueError, match="give the model the same recipe"):
         fp8.make_train_step(loss_of(module), tx, RECIPE)(state, batch_of())
-
-
-def test_a_step_is_not_pickled_and_its_state_is():
-    tx = fp8.fused_adamw(1e-2)
-    module, state = start(tx)
-    step = fp8.make_train_step(loss_of(module), tx, RECIPE)
-    with pytest.raises(ValueError, match=r"a step cannot be pickled, .*; pickle its state, and call make_train_step"):
-        pickle.dumps(step)
-    assert copies.copy(step) is step and copies.deepcopy({"step": step})["step"] is step
-    state, _ = step(state, batch_of())
-    shallow, deep, again = copies.copy(state), copies.deepcopy(state), pickle.loads(pickle.dumps(state))
-    expected, _ = step(shallow, batch_of())  # the same arrays
-    for other in (deep, again):
-        jax.tree.map(np.testing.assert_array_equal, step(other, batch_of())[0], expected)

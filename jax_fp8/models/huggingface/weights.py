@@ -38,18 +38,33 @@ MOST_SETTINGS = 2**20  # bytes of a config.json
 
 
 def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> tuple[GPTConfig, dict[str, PyTree]]:
-    """Read a model of Hugging Face: Llama (2, 3, 3.1, 3.2), Qwen2, Qwen2.5, Qwen3 (dense or with experts), Mixtral or
-    GPT-2.
+    """Read a model of Hugging Face.
+
+    It is Llama (2, 3, 3.1, 3.2), Qwen2, Qwen2.5, Qwen3 (dense or with experts), Mixtral or GPT-2.
 
     Args:
       path: its folder, with config.json and safetensors files; or one such file beside its config.json.
       dtype: of the params; None keeps the dtypes of the files.
 
     Returns:
-      The config, and the params of `GPT(config)`: nested dicts of NumPy arrays in the host's memory. Without `dtype`
+      The config, and the params of `GPT(config)` as nested dicts of NumPy arrays in the host's memory. Without `dtype`
       they are mapped from the files, which must stay there: nothing is read before it is used. Only experts, which have
       one tensor each, are stacked in memory. `jax.device_put(params)` puts params on a device, `step.place(state)` on a
       mesh.
+
+    Raises:
+      ValueError: if there are no such files, config.json describes another kind of model, or tensors do not fit it.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> config = fp8.GPTConfig(vocab_size=32, num_layers=1, num_heads=1, hidden_size=16)
+      >>> variables = jax.jit(fp8.GPT(config).init)(jax.random.key(0), jnp.ones((1, 2), jnp.int32))
+      >>> fp8.save_huggingface("gpt2", config, variables["params"])
+      >>> loaded, params = fp8.load_huggingface("gpt2")
+      >>> loaded.hidden_size, params["embedding"].shape
+      (16, (32, 16))
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
@@ -85,11 +100,27 @@ def save_huggingface(
 
     Args:
       folder: is created; must not have a model yet.
+      config: of the model.
       params: of `GPT(config)`, on any devices of this process.
       dtype: of the files; None keeps the dtype of each array.
       vocab_size: the number of real tokens, where the vocabulary of `config` is padded: later rows are left out.
       max_part_bytes: a larger model is written as several files with an index.
       report: called after each tensor, with its bytes.
+
+    Raises:
+      ValueError: if no layout fits the config, the params are not those of the config, or the folder has a model or
+        cannot be written.
+
+    Example:
+      >>> import os
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> config = fp8.GPTConfig(vocab_size=32, num_layers=1, num_heads=1, hidden_size=16)
+      >>> variables = jax.jit(fp8.GPT(config).init)(jax.random.key(0), jnp.ones((1, 2), jnp.int32))
+      >>> fp8.save_huggingface("model", config, variables["params"])
+      >>> sorted(os.listdir("model"))
+      ['config.json', 'model.safetensors']
     """
     if dtype is not None:
         check_dtype("dtype", dtype)

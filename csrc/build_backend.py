@@ -21,6 +21,8 @@ from scikit_build_core.build import *  # noqa: F403  every other hook is scikit-
 # One CUDA release throughout: nvcc, its front end, its optimiser and the runtime it links must match.
 NVCC_WHEELS = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")]
 ZIG_WHEELS = ["ziglang>=0.13"]
+MINUTES = 7  # of one core, to compile the kernels for the three architectures of the default
+TERMINAL = "/dev/tty"
 KERNELS, WHY_NOT, LIBRARY, GLIBC = (
     f"cmake.define.JAX_FP8_{name}" for name in ("KERNELS", "WHY_NO_KERNELS", "LIBRARY", "GLIBC")
 )
@@ -49,9 +51,6 @@ def announcement(settings: dict) -> str:
     return f"jax_fp8: compiling CUDA kernels on {cores} cores: about {max(1, round(MINUTES / cores))} minutes"
 
 
-MINUTES = 7  # of one core, for the three architectures that are compiled by default
-
-
 def _has_nvcc() -> bool:
     return bool(os.environ.get("CUDACXX") or shutil.which("nvcc") or pathlib.Path("/usr/local/cuda/bin/nvcc").exists())
 
@@ -70,7 +69,7 @@ def _decide(config_settings: dict | None) -> dict:
     settings = with_decision(config_settings)
     line = announcement(settings)
     print(line, file=sys.stderr)
-    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+    with contextlib.suppress(OSError), open(TERMINAL, "w") as terminal:
         print(line, file=terminal)
     return settings
 

@@ -6,6 +6,7 @@ and `report` makes a page of the run; `convert` converts models from and to Hugg
 import argparse
 import datetime
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -97,8 +98,9 @@ def tune_rates(path: str) -> int:
 
 
 def report_run(run: str, output: str | None = None) -> int:
-    """Write the page of a run's folder, and print where it is. Returns the exit code."""
-    path = write_report(run, output)
+    """Write the page of a run, given its folder or its name in runs/, and print where it is. Returns the exit code."""
+    named = os.path.join("runs", run)
+    path = write_report(named if os.path.isdir(named) and not os.path.isdir(run) else run, output)
     print(f"{path}: {path.stat().st_size / 1000:,.0f} kB, for any browser")
     return 0
 
@@ -179,7 +181,7 @@ def make_parser() -> argparse.ArgumentParser:
     planner.add_argument("--devices", type=int, help="GPUs of --suggest")
     planner.add_argument("--tries", type=int, default=4, help="meshes that --suggest compiles for")
     reporter = commands.add_parser("report", help="make one HTML page of the folder of a training run")
-    reporter.add_argument("run", help="the folder, such as runs/tiny-delayed")
+    reporter.add_argument("run", help="its folder, or its name in runs/, such as tiny-delayed")
     reporter.add_argument("--output", metavar="FILE", help="where the page goes; by default report.html in the folder")
     converter = commands.add_parser(
         "convert", help="a model of Hugging Face into a file of params, or back", usage=CONVERT_USAGE

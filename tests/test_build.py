@@ -60,10 +60,13 @@ def test_a_build_asks_for_compilers_that_the_machine_lacks(backend, monkeypatch)
     assert backend._compilers({KERNELS: "ON"}) == []
 
 
-def test_a_build_says_what_it_does_and_how_long(backend, monkeypatch, capsys):
+def test_a_build_says_what_it_does_and_how_long(backend, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(backend._scikit, "build_wheel", lambda folder, settings, metadata: settings[KERNELS])
     monkeypatch.setattr(backend.os, "sched_getaffinity", lambda process: range(4))
+    monkeypatch.setattr(backend, "TERMINAL", str(tmp_path / "terminal"))
     assert backend.build_wheel("w") == "OFF"
+    assert (tmp_path / "terminal").read_text().startswith("jax_fp8: building without CUDA kernels (on a machine")
+    monkeypatch.setattr(backend, "TERMINAL", str(tmp_path / "none/terminal"))  # a build without a terminal
     assert backend.build_wheel("w", {KERNELS: "ON"}) == "ON"
     assert backend.build_wheel("w", {KERNELS: "ON", "cmake.define.JAX_FP8_LIBRARY": "l.a"}) == "ON"
     assert capsys.readouterr().err.splitlines() == [

@@ -154,6 +154,16 @@ def test_a_report_of_a_run(tmp_path, capsys):
         assert "<h1>mine</h1>" in output.read_text()
 
 
+def test_a_report_of_a_run_by_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_logs.healthy(layers=1, count=4).write(tmp_path / "runs/mine")
+    assert cli.main(["report", "mine"]) == 0
+    assert capsys.readouterr().out.startswith("runs/mine/report.html: ")
+    run_logs.healthy(layers=1, count=4).write(tmp_path / "mine")
+    assert cli.main(["report", "mine"]) == 0
+    assert capsys.readouterr().out.startswith("mine/report.html: ")
+
+
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 1
     printed = capsys.readouterr()

@@ -102,7 +102,7 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
 def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Array]:
     """Count the tensors of a step whose amax is not finite, or too small for their scale.
 
-    A training loop of one's own calls it before `update_state`; `make_train_step` counts by itself.
+    Your own training loop calls it before `update_state`; `make_train_step` counts by itself.
 
     Args:
       fp8_state: the collection "fp8" with the amaxes of a step staged, as `value_and_grad` returns it; or {}.
@@ -113,7 +113,7 @@ def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Arr
       at their scale that little more than zeros was left of them.
 
     Raises:
-      ValueError: if the histories were made for another recipe; or if a leaf is not float32.
+      ValueError: if `recipe` is no recipe, the histories were made for another one, or a leaf is not float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -124,6 +124,7 @@ def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Arr
       >>> {name: int(count) for name, count in counts.items()}
       {'nonfinite_amaxes': 1, 'underflowing_amaxes': 1}
     """
+    check_recipe(recipe)
     gemms = gemm_states(fp8_state)
     if not gemms:
         return as_metrics(jnp.zeros(2, jnp.int32))

@@ -39,7 +39,8 @@ class Conversion:
 
     def __str__(self) -> str:
         reasons = [f"{path}: left as it is, {why}" for path, why in self.left.items()]
-        return "\n".join([f"{len(self.converted)} layers in FP8", *reasons])
+        count = len(self.converted)
+        return "\n".join([f"{count} layer{'' if count == 1 else 's'} in FP8", *reasons])
 
 
 def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter = ...) -> Conversion:
@@ -69,7 +70,7 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter
       >>> rngs = nnx.Rngs(0)
       >>> model = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 10, rngs=rngs))
       >>> print(jax_fp8.nnx.convert(model))
-      1 layers in FP8
+      1 layer in FP8
       layers/2: left as it is, FP8 needs features divisible by 16, got 32 to 10
     """
     check_recipe(recipe)

@@ -187,6 +187,8 @@ def test_a_loop_of_ones_own_counts_the_same():
     assert count_amaxes({}, None) == {"nonfinite_amaxes": 0, "underflowing_amaxes": 0}
     with pytest.raises(ValueError, match="amax histories needs the DelayedScaling recipe"):
         count_amaxes(state, CurrentScaling())
+    with pytest.raises(ValueError, match="recipe"):
+        count_amaxes({}, "delayed")
 
 
 @pytest.mark.parametrize("row", range(3))

@@ -7,6 +7,7 @@ optimizer, the step.
 from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss
+from jax_fp8.core.lora import Lora
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.grads.delayed import backward_dw
 from jax_fp8.inspect.capture import capture_report
@@ -28,10 +29,12 @@ from jax_fp8.nn.dot_general import DotGeneral
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.nn.moe import LayerNormMoE
 from jax_fp8.ops.rotary import RotaryScaling
+from jax_fp8.optim.freeze import freeze
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.names import rules_from_names
+from jax_fp8.state.frozen_kernels import freeze_kernels, merge_adapters
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.state.weight_cache import cast_weights
 from jax_fp8.train.custom_loop import shardings, value_and_grad, warm_start
@@ -64,6 +67,7 @@ __all__ = [
     "LayerNormMLP",
     "LayerNormMoE",
     "LayeredLoss",
+    "Lora",
     "Parallelism",
     "RotaryScaling",
     "SelfAttention",
@@ -77,6 +81,8 @@ __all__ = [
     "count_amaxes",
     "explain",
     "find_fault",
+    "freeze",
+    "freeze_kernels",
     "fused_adam",
     "fused_adamw",
     "generate",
@@ -85,6 +91,7 @@ __all__ = [
     "load_params",
     "make_train_step",
     "matmul",
+    "merge_adapters",
     "next_token_loss",
     "quantize",
     "rules_from_names",

@@ -95,6 +95,10 @@ CALLS: dict[str, list[Call]] = {
     "CrossAttention.__call__": error(lambda: applied(fp8.CrossAttention(num_heads=1), X, X, jnp.ones(16, jnp.int32))),
     "TransformerBlock.__call__": error(lambda: applied(fp8.TransformerBlock(1, 16, num_experts=-1), X)),
     "DotGeneral.__call__": error(lambda: fp8.DotGeneral().init(jax.random.key(0), X, X, (((), ()), ((), ())))),
+    "Lora": error(lambda: fp8.Lora(rank=0)),
+    "freeze": error(lambda: fp8.freeze(optax.sgd(0.1))),
+    "freeze_kernels": error(lambda: fp8.freeze_kernels({"params": {}}, OTHER)),
+    "merge_adapters": error(lambda: fp8.merge_adapters({"params": {}}, fp8.Lora(rank=2), {"kernel": X})),
     "RotaryScaling": error(lambda: fp8.RotaryScaling(factor=0.5)),
     # Models.
     "GPT.__call__": error(lambda: applied(fp8.GPT(CONFIG), jnp.ones((2, 9), jnp.int32))),

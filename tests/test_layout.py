@@ -54,6 +54,9 @@ WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/__main__.py": "one call of cli.main, made by tests/test_cli.py",
     "jax_fp8/run/command_line.py": "tests/run/test_checks.py, test_generate.py and test_export.py parse by it",
     "jax_fp8/core/types.py": "names for annotations, without code",
+    "jax_fp8/core/frozen.py": "the place of a frozen kernel; tests/state/test_frozen_kernels.py fills it",
+    "jax_fp8/ops/gemm_residual.py": "tests/ops/test_passes.py makes one and reads it",
+    "jax_fp8/nn/declared_gemm.py": "tests/nn/test_gemm.py declares some, and tests/nn/test_lora.py multiplies by them",
     "jax_fp8/report/finding.py": "a tuple and the words for its fields, without code",
 }
 

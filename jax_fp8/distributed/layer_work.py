@@ -28,8 +28,9 @@ from jax_fp8.core.state import no_amaxes
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.grads.tape import GradientTape, Observed, Totals, added_by_gemms
 from jax_fp8.jaxprs.split_vjp import Halves, Program, needed
+from jax_fp8.ops.gemm_residual import GemmResidual
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo
-from jax_fp8.ops.passes import GemmResidual, backward_wgrad
+from jax_fp8.ops.passes import backward_wgrad
 
 
 @dataclass(frozen=True, eq=False)

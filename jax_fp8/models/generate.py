@@ -19,6 +19,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.ids import as_ids
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.models.checks import Tokens, check_can_generate, check_choice, check_prompts, check_stops
@@ -96,7 +97,7 @@ def generate(
         model,
         int(max_new_tokens),
         int(top_k) if is_sampled and top_k is not None else None,
-        nn.unbox({name: variables[name] for name in ("params", "fp8") if name in variables}),
+        nn.unbox({name: variables[name] for name in ("params", "fp8", FROZEN) if name in variables}),
         _padded(prompt, slots),
         as_ids(lengths),
         _row_keys(key, batch) if is_sampled and key is not None else None,

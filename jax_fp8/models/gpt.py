@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_fp8.core.checkpoint_names import offload_policy
 from jax_fp8.core.ids import as_ids
+from jax_fp8.core.lora import Lora
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
@@ -78,6 +79,7 @@ class GPT(nn.Module):
         models/remat.py.
       logical_axes: `init` returns params with the names of their dims: see nn/names.py.
       attention_implementation, fp8_attention: as in `TransformerBlock`.
+      lora: adapters of the layers' linear maps; embeddings and head have none.
 
     Example:
       >>> import jax
@@ -101,6 +103,7 @@ class GPT(nn.Module):
     logical_axes: bool = False
     attention_implementation: Literal["cudnn", "xla"] | None = None
     fp8_attention: bool = False
+    lora: Lora | None = None
 
     @nn.compact
     def __call__(
@@ -234,6 +237,7 @@ class GPT(nn.Module):
             logical_axes=self.logical_axes,
             attention_implementation=self.attention_implementation,
             fp8_attention=self.fp8_attention,
+            lora=self.lora,
             kernel_init=nn.initializers.normal(0.02),
             residual_init=nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5),  # GPT-2's
             name=f"layer_{index}",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.formats import INPUT, KERNEL
+from jax_fp8.core.frozen import FROZEN, is_frozen
 from jax_fp8.core.paths import LayerPath, at_path, experts_name, joined_name, kernel_paths, map_with_names
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
@@ -27,7 +28,7 @@ from jax_fp8.ops.cached_attention import KeyValueCache, positions_of
 from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead
 from jax_fp8.ops.parameters import joined, split_columns
 from jax_fp8.ops.passes import CAST_SCOPE, cast_weight
-from jax_fp8.ops.weights import cast_gemms, kernels_of, ready_for_loop
+from jax_fp8.ops.weights import cast_gemms, ready_for_loop
 
 Caches = dict[str, tuple[jax.Array, jax.Array]]  # keys and values of each layer: see KeyValueCache
 
@@ -99,7 +100,7 @@ class _Weights:
       params: of the model; layers read those that `joined` does not have.
       joined: the biases of each GEMM side by side in `dtype`, and without FP8 its kernels too.
       widths: of each GEMM, the columns of its kernels.
-      fp8: the collections "fp8" and "fp8_cache".
+      fp8: the collections "fp8", "fp8_cache" and "fp8_frozen".
     """
 
     params: dict[str, PyTree]
@@ -110,14 +111,20 @@ class _Weights:
     @classmethod
     def cast_from(cls, model: GPT, variables: Variables) -> "_Weights":
         params, state = variables["params"], variables.get("fp8", {})
-        gemms = tuple(_gemms(model.config))
-        cast = {} if model.recipe is None else cast_gemms(params, state, dict.fromkeys(gemms, model.recipe))
+        gemms, recipe = tuple(_gemms(model.config)), model.recipe
+        to_cast = [gemm for gemm in gemms if not is_frozen(variables, gemm)]
+        cast = {} if recipe is None else cast_gemms(params, state, dict.fromkeys(to_cast, recipe))
         cast = ready_for_loop(cast, params)
         with jax.named_scope(CAST_SCOPE):
-            leaves = ("bias",) if cast else ("kernel", "bias")
+            leaves = ("kernel", "bias") if recipe is None else ("bias",)
             joined_arrays = {gemm: _joined(params, gemm, leaves, model.dtype) for gemm in gemms}
-        widths = {gemm: tuple(kernel.shape[-1] for kernel in kernels_of(gemm, params)) for gemm in gemms}
-        return cls(dict(params), joined_arrays, widths, {"fp8": state, "fp8_cache": cast})
+        widths = {
+            gemm: tuple(array.shape[-1] for array in _arrays(params, gemm, next(iter(arrays))))
+            for gemm, arrays in joined_arrays.items()
+            if arrays
+        }
+        collections = {"fp8": state, "fp8_cache": cast, FROZEN: variables.get(FROZEN, {})}
+        return cls(dict(params), joined_arrays, widths, collections)
 
     def variables(self) -> dict[str, PyTree]:
         """For `apply`. It cuts the joined arrays into the params of layers, and their op joins these again. XLA cancels
@@ -146,8 +153,13 @@ def _joined(
     params: PyTree, gemm: LayerPath, leaves: tuple[str, ...], dtype: jax.typing.DTypeLike
 ) -> dict[str, jax.Array]:
     """For each of these leaves that the layers of a GEMM have: the arrays of all layers side by side."""
-    parts = {leaf: [at_path(params, (*path[:-1], leaf)) for path in kernel_paths(gemm)] for leaf in leaves}
+    parts = {leaf: _arrays(params, gemm, leaf) for leaf in leaves}
     return {leaf: joined(tuple(arrays), dtype) for leaf, arrays in parts.items() if arrays[0] is not None}
+
+
+def _arrays(params: PyTree, gemm: LayerPath, leaf: str) -> list[PyTree]:
+    """The arrays of this name of all layers of a GEMM; None for a layer without one."""
+    return [at_path(params, (*path[:-1], leaf)) for path in kernel_paths(gemm)]
 
 
 def _make_head(model: GPT, params: PyTree) -> Callable[[jax.Array], jax.Array]:

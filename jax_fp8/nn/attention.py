@@ -65,7 +65,7 @@ class SelfAttention(MultiHead, kw_only=True):
       deterministic: True turns dropout off. With a rate, either this field or the argument must be set.
       recompute: in the backward, normalize again, and quantize again the result of cuDNN's attention, which cuDNN keeps
         in `dtype` anyway; see `LayerNormDense` and `Dense`.
-      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
       >>> import jax

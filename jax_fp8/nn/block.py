@@ -33,7 +33,7 @@ class TransformerBlock(Fp8Module):
       causal, sliding_window, rotary, rotary_base, rotary_scaling: as in `SelfAttention`.
       norm, activation, use_bias, epsilon, dropout_rate, deterministic: as in `SelfAttention` and `LayerNormMLP`.
       experts_per_token, normalize_router_weights, router_aux_loss, router_z_loss: as in `LayerNormMoE`.
-      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
       >>> import jax

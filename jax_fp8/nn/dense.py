@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from flax.typing import Dtype, PrecisionLike
 
 from jax_fp8.core.shards import DIM_OF, ParamSharding, SplitDim, declare_sharding
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.norm import NormParameters, check_norm
 from jax_fp8.nn.checks import check_has_no_own_product, check_layer, check_tensor_split
+from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm
 from jax_fp8.nn.names import named
-from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
+from jax_fp8.ops.unfused import apply_norm
 
 
 class Dense(Fp8Module):
@@ -33,7 +35,7 @@ class Dense(Fp8Module):
         the whole layer.
       precision, dot_general, dot_general_cls: Flax's fields for a product of one's own. This layer multiplies by its
         own GEMM, so anything but their defaults is refused.
-      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
       >>> import jax
@@ -73,18 +75,7 @@ class Dense(Fp8Module):
         check_tensor_split(self, self.tensor_split, ("columns", "rows"))
         sharding = ParamSharding(self.tensor_split and DIM_OF[self.tensor_split])
         gemm = declare_gemm(self, x.shape[-1], self.features, self.use_bias, sharding)
-        y, amaxes = linear(
-            x,
-            gemm.parameters,
-            gemm.fp8,
-            self.dtype,
-            residual=residual,
-            recompute=self.recompute,
-            tensor=gemm.tensor,
-            split_dim=gemm.split_dim,
-        )
-        gemm.stage(amaxes)
-        return y
+        return gemm.multiply(x, self.dtype, residual, self.recompute)
 
 
 class NormVariables(nn.Module):
@@ -128,7 +119,7 @@ class LayerNormDense(Fp8Module):
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
       tensor_split: in a step on shards, "columns" splits the kernel by columns over the axis `tensor`, and the result
         stays split for a `Dense` by "rows". None: every device has the whole layer.
-      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
       >>> import jax
@@ -166,16 +157,33 @@ class LayerNormDense(Fp8Module):
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(x.shape[-1])
         sharding = ParamSharding(self.tensor_split and DIM_OF[self.tensor_split])
         gemm = declare_gemm(self, x.shape[-1], self.features, self.use_bias, sharding)
-        y, amaxes = norm_linear(
-            x,
-            norm,
-            gemm.parameters,
-            gemm.fp8,
-            self.epsilon,
-            self.dtype,
-            return_input=self.return_input,
-            recompute=self.recompute,
-            tensor=gemm.tensor,
-        )
-        gemm.stage(amaxes)
-        return y
+        return norm_multiply(self, x, norm, gemm, self.return_input)
+
+
+def norm_multiply(
+    module: Fp8Module, x: jax.Array, norm: NormParameters, gemm: DeclaredGemm, return_input: bool
+) -> PyTree:
+    """The GEMM of the normalized `x`, with its adapters; stages the amaxes.
+
+    Returns:
+      The product, of kernels side by side a tuple; with `return_input` a pair of it and `x`.
+    """
+    epsilon, dtype = module.epsilon, module.dtype  # type: ignore[attr-defined]
+    if gemm.adapters:  # which read the normalized `x` too
+        normalized: PyTree = apply_norm(x, norm, epsilon, dtype, return_input=return_input)
+        rows, x = normalized if return_input else (normalized, x)
+        y = gemm.multiply(rows, dtype, recompute=module.recompute)
+        return (y, x) if return_input else y
+    out, amaxes = norm_linear(
+        x,
+        norm,
+        gemm.parameters,
+        gemm.fp8,
+        epsilon,
+        dtype,
+        return_input=return_input,
+        recompute=module.recompute,
+        tensor=gemm.tensor,
+    )
+    gemm.stage(amaxes)
+    return out

@@ -25,7 +25,8 @@ from jax_fp8.core.checks import check_bool
 from jax_fp8.core.paths import UNNAMED, check_layer_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.nn.checks import check_dtype
-from jax_fp8.nn.gemm import DeclaredGemm, GemmState, declare_state
+from jax_fp8.nn.declared_gemm import DeclaredGemm
+from jax_fp8.nn.gemm import GemmState, declare_state
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
 

@@ -1,24 +1,25 @@
 """The variables of one GEMM, and the fields that every FP8 module has.
 
     params/<layer>/{kernel, bias}               of each layer whose kernel it multiplies by
+    params/<layer>/{lora_a, lora_b}             with adapters (nn/lora.py)
     fp8/<gemm>/{scale, amax_history}            under delayed scaling
     fp8_cache/<gemm>/kernel                     with a weight cache: the kernels in FP8, side by side
+    fp8_frozen/<gemm>/kernel                    of frozen weights, in place of the kernels (core/frozen.py)
 
 `<gemm>` is the layer, or the joined names of several layers that make one product (core/paths.py).
 """
 
 import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
-from jax import lax
 
-from jax_fp8.core.batching import shared_amaxes
-from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.frozen import FROZEN, FrozenKernel
+from jax_fp8.core.lora import Lora
 from jax_fp8.core.paths import check_gemm_path, check_layer_name, joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.recorder import RECORDER, register_gemm
@@ -27,15 +28,17 @@ from jax_fp8.core.shards import (
     ROWS,
     ParamSharding,
     SplitDim,
-    TensorParallel,
     current_tensor,
     declare_sharding,
     parts_of,
     split_dim_of,
 )
-from jax_fp8.core.state import check_dtype, stage
+from jax_fp8.core.state import check_dtype
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_are_split_alike, layer_name
+from jax_fp8.nn.declared_gemm import DeclaredGemm
+from jax_fp8.nn.lora import Adapter, declare_adapter
 from jax_fp8.nn.names import named, names_of_linear
 from jax_fp8.ops.layer_gemm import check_multiples_of_16, first_state, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
@@ -53,6 +56,7 @@ class Fp8Module(nn.Module, kw_only=True):
         recipe, the results of products and collectives are kept, and everything else is computed again.
       logical_axes: `init` returns params with names for their dims, as `nn.with_logical_partitioning` makes them: see
         nn/names.py. An initializer may also give names itself.
+      lora: adapters of the linear layers, a `Lora`; None has none.
     """
 
     recipe: Recipe | None = DelayedScaling()
@@ -62,6 +66,7 @@ class Fp8Module(nn.Module, kw_only=True):
     bias_init: Initializer = nn.initializers.zeros_init()
     recompute: bool = False
     logical_axes: bool = False
+    lora: Lora | None = None
 
 
 def shared_fields(outer: object, cls: type[nn.Module]) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def shared_fields(outer: object, cls: type[nn.Module]) -> dict[str, Any]:
 
 
 class LinearVariables(nn.Module):
-    """The parameters of one linear map: `kernel` (in, features), and `bias` (features,) or None."""
+    """The parameters of one linear map: `kernel` (in, features), and `bias` (features,) or None; and its adapter."""
 
     use_bias: bool
     dtype: Dtype
@@ -81,20 +86,29 @@ class LinearVariables(nn.Module):
     sharding: ParamSharding = ParamSharding()
     logical_axes: bool = False
 
+    lora: Lora | None = None
+    is_frozen: bool = False
+
     @nn.compact
-    def __call__(self, in_features: int, features: int) -> LinearParameters:
-        return declare_linear(self, in_features, features, self.use_bias, self.sharding)
+    def __call__(self, in_features: int, features: int) -> tuple[LinearParameters, Adapter | None]:
+        return declare_linear(self, in_features, features, self.use_bias, self.sharding, self.is_frozen)
 
 
 def declare_linear(
-    module: LinearVariables | Fp8Module, in_features: int, features: int, use_bias: bool, sharding: ParamSharding
-) -> LinearParameters:
-    """Declare kernel and bias in `module`, with its dtypes and initializers.
+    module: LinearVariables | Fp8Module,
+    in_features: int,
+    features: int,
+    use_bias: bool,
+    sharding: ParamSharding,
+    is_frozen: bool = False,
+) -> tuple[LinearParameters, Adapter | None]:
+    """Declare kernel, bias and adapter in `module`, with its dtypes and initializers.
 
     Args:
       in_features: of the input as it is here; in a step on shards, this device's part of it.
       features: of the whole kernel, over all devices.
       sharding: of the kernel; the sharding of the bias follows from it.
+      is_frozen: the weight is among the frozen ones, so that there is no kernel to declare.
     """
     kernel_path, bias_path = (*module.path, "kernel"), (*module.path, "bias")
     is_by_columns = sharding.dim == COLUMNS
@@ -106,41 +120,16 @@ def declare_linear(
     kernel_names, bias_names = names_of_linear(sharding)
     kernel_init = named(module.kernel_init, kernel_names, module.logical_axes)
     bias_init = named(module.bias_init, bias_names, module.logical_axes)
-    kernel = module.param("kernel", kernel_init, (in_features, columns), module.param_dtype)
+    shape = in_features, columns
+    kernel: PyTree = (
+        FrozenKernel(shape) if is_frozen else module.param("kernel", kernel_init, shape, module.param_dtype)
+    )
+    adapter = declare_adapter(module, module.lora, in_features, columns, sharding)
     if not use_bias:
-        return LinearParameters(kernel, None)
+        return LinearParameters(kernel, None), adapter
     dim = COLUMNS if is_by_columns else None
     declare_sharding(bias_path, replace(sharding, dim=dim, dtype=None, by_rule=(COLUMNS,), columns_of=kernel_path))
-    return LinearParameters(kernel, module.param("bias", bias_init, (columns,), module.param_dtype))
-
-
-@dataclass(frozen=True)
-class DeclaredGemm:
-    """What a layer hands to a composite op, and `stage`, which takes the amaxes that the op returns.
-
-    `fp8` is None without FP8. `tensor` and `split_dim` are None unless a step on shards splits the kernel.
-    """
-
-    parameters: LinearParameters
-    fp8: Fp8Gemm | None = None
-    amax_history: nn.Variable | None = None  # None unless the collection is mutable
-    tensor: TensorParallel | None = None
-    split_dim: SplitDim | None = None
-
-    def stage(self, amaxes: jax.Array | None) -> None:
-        """Stage the forward amaxes f32[2] in the collection "fp8" if it is mutable, and in `value_and_grad`'s record.
-
-        The backward records them too, so only layers that no gradient reaches need this. A layer under `nn.scan` has
-        its backward alone, because Flax's scan refuses a body that writes. So has a layer under `jax.vmap` or in a
-        branch of `lax.cond`, where there is no Ref.
-        """
-        if amaxes is None or self.fp8 is None:
-            return
-        amaxes = lax.stop_gradient(amaxes)
-        self.fp8.record_forward(amaxes)
-        if self.amax_history is not None:
-            history = self.amax_history.value
-            self.amax_history.value = stage(history, shared_amaxes(history, amaxes))
+    return LinearParameters(kernel, module.param("bias", bias_init, (columns,), module.param_dtype)), adapter
 
 
 class GemmVariables(LinearVariables, kw_only=True):
@@ -172,8 +161,10 @@ def declare_gemm(
     """The GEMM of a layer that has one: parameters and state in `module` itself."""
     if module.recipe is not None:
         check_layer_name(module.path)
-    parameters = declare_linear(module, in_features, features, use_bias, sharding)
-    return declare_state(module, parameters, module.recipe, split_dim_of((*module.path, "kernel")))
+    is_frozen = has_frozen_weight(module)
+    parameters, adapter = declare_linear(module, in_features, features, use_bias, sharding, is_frozen)
+    declared = declare_state(module, parameters, module.recipe, split_dim_of((*module.path, "kernel")))
+    return replace(declared, adapters=() if adapter is None else (adapter,))
 
 
 def declare_gemm_of(
@@ -197,19 +188,39 @@ def declare_gemm_of(
         fields = shared_fields(module, GemmVariables) | own
         return GemmVariables(**fields, sharding=shardings[0], name=names[0])(in_features, *features)
     fields = shared_fields(module, LinearVariables) | own
-    rows = zip(names, features, shardings, strict=True)
-    layers = [LinearVariables(**fields, sharding=sharding, name=name)(in_features, n) for name, n, sharding in rows]
-    parameters = LinearParameters.beside(*layers)
+    is_frozen = has_frozen_weight(module, joined_name(names))
+    layers = [
+        LinearVariables(**fields, sharding=sharding, is_frozen=is_frozen, name=name)(in_features, width)
+        for name, width, sharding in zip(names, features, shardings, strict=True)
+    ]
+    parameters = LinearParameters.beside(*(parameters for parameters, _ in layers))
+    adapters = tuple(adapter for _, adapter in layers)
+    adapters = adapters if any(adapter is not None for adapter in adapters) else ()
     split_dim = split_dim_of((*module.path, names[0], "kernel"))
     always_split = [name for name, sharding in zip(names, shardings, strict=True) if not sharding.or_whole]
     check_are_split_alike(module, always_split)
     if module.recipe is None:
-        return _on_shards(DeclaredGemm(parameters), split_dim)
-    return GemmState(module.recipe, name=joined_name(names))(parameters, split_dim)
+        _check_is_not_frozen(layer_name(module), parameters)
+        return _on_shards(DeclaredGemm(parameters, adapters=adapters), split_dim)
+    declared = GemmState(module.recipe, name=joined_name(names))(parameters, split_dim)
+    return replace(declared, adapters=adapters)
 
 
 def _on_shards(declared: DeclaredGemm, split_dim: SplitDim | None) -> DeclaredGemm:
     return declared if split_dim is None else replace(declared, tensor=current_tensor(), split_dim=split_dim)
+
+
+def has_frozen_weight(module: nn.Module, gemm: str | None = None) -> bool:
+    """Whether the weight of the GEMM of a module, or of the GEMM with this name inside it, is frozen."""
+    variables = module.variables.get(FROZEN, {})
+    is_frozen = "kernel" in (variables if gemm is None else variables.get(gemm, {}))
+    tensor = current_tensor()
+    if is_frozen and tensor is not None:
+        raise ValueError(
+            f"{layer_name(module)}: a frozen kernel is whole on every device, so layers cannot be split, got "
+            f"{tensor.axis}={tensor.size}; use the axes data and fsdp alone, or keep the kernels as params"
+        )
+    return is_frozen
 
 
 def declare_state(
@@ -227,6 +238,7 @@ def declare_state(
     """
     check_recipe(recipe)
     if recipe is None:
+        _check_is_not_frozen(layer or layer_name(module), parameters)
         return _on_shards(DeclaredGemm(parameters), split_dim)
     check_gemm_path(module.path)
     layer = layer or layer_name(module)
@@ -242,7 +254,7 @@ def declare_state(
             'leave the collection "fp8" out, or give the model the recipe that they were made with'
         )
     recorder = module.get_variable("fp8", RECORDER)  # None unless a GradientTape has put one there
-    weight = module.get_variable("fp8_cache", "kernel")
+    weight = module.get_variable(FROZEN if parameters.is_frozen else "fp8_cache", "kernel")
     if kernels:
         marked = register_gemm(module.path, recipe, parameters.kernel, weight is not None)
         parameters = replace(parameters, kernel=marked)
@@ -270,6 +282,14 @@ def _delayed_state(
             f"of {history.value.shape[-1]} steps; pass the recipe that they were made with"
         )
     return scale.value, history
+
+
+def _check_is_not_frozen(layer: str, parameters: LinearParameters) -> None:
+    if parameters.is_frozen:
+        raise ValueError(
+            f"{layer}: weights frozen in FP8 need the recipe by which they were cast, got recipe=None; give the layer "
+            "that recipe, or pass the kernels as params"
+        )
 
 
 def _check_own_rows(module: nn.Module, in_features: int) -> None:

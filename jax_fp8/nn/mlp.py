@@ -2,15 +2,20 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.typing import Initializer
 
 from jax_fp8.core.shards import COLUMNS, ROWS, ParamSharding
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.norm import NormParameters
 from jax_fp8.nn.checks import check_layer
+from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of
 from jax_fp8.ops.norm_mlp import norm_mlp
+from jax_fp8.ops.unfused import apply_activation, apply_norm
 
 
 class LayerNormMLP(Fp8Module):
@@ -31,7 +36,7 @@ class LayerNormMLP(Fp8Module):
       dropout_rate: the fraction of `down(...)` that is dropped, by the random stream "dropout". The residual is then
         added afterwards, in a pass of its own: see ops/dropout.py.
       deterministic: True turns dropout off. With a dropout_rate, either this field or the argument must be set.
-      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
       >>> import jax
@@ -82,6 +87,18 @@ class LayerNormMLP(Fp8Module):
             self, ("down",), own_hidden, (features,), (by_rows,), use_bias=use_bias, kernel_init=self.down_init
         )
         is_dropped = drops(self, deterministic)
+        residual = self.residual and not is_dropped
+        y = self._multiply(x, norm, up, down, residual)
+        if is_dropped:
+            return drop(self, y, self.dropout_rate, x.astype(self.dtype) if self.residual else None)
+        return y
+
+    def _multiply(
+        self, x: jax.Array, norm: NormParameters, up: DeclaredGemm, down: DeclaredGemm, residual: bool
+    ) -> jax.Array:
+        """`down(activation(up(norm(x))))`, with `residual` plus `x`: one op, or with adapters one op for each part."""
+        if up.adapters or down.adapters:
+            return self._multiply_adapted(x, norm, up, down, residual)
         y, amaxes = norm_mlp(
             x,
             norm,
@@ -91,13 +108,21 @@ class LayerNormMLP(Fp8Module):
             self.activation,
             self.epsilon,
             self.dtype,
-            residual=self.residual and not is_dropped,
+            residual=residual,
             recompute=self.recompute,
             tensor=up.tensor,
         )
         if amaxes is not None:
             up.stage(amaxes[0])
             down.stage(amaxes[1])
-        if is_dropped:
-            return drop(self, y, self.dropout_rate, x.astype(self.dtype) if self.residual else None)
         return y
+
+    def _multiply_adapted(
+        self, x: jax.Array, norm: NormParameters, up: DeclaredGemm, down: DeclaredGemm, residual: bool
+    ) -> jax.Array:
+        normalized: PyTree = apply_norm(x, norm, self.epsilon, self.dtype, return_input=residual)
+        rows, x = normalized if residual else (normalized, x)
+        hidden: PyTree = up.multiply(rows, self.dtype, recompute=self.recompute)
+        hidden = jnp.concatenate(hidden, axis=-1) if isinstance(hidden, tuple) else hidden
+        activated: PyTree = apply_activation(hidden, self.activation)
+        return down.multiply(activated, self.dtype, x if residual else None, self.recompute)

@@ -26,9 +26,10 @@ from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_layer, check_padding, layer_name
+from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
-from jax_fp8.nn.gemm import DeclaredGemm, Fp8Module, GemmState
+from jax_fp8.nn.gemm import Fp8Module, GemmState
 from jax_fp8.nn.names import named
 from jax_fp8.ops.cached_attention import is_token
 from jax_fp8.ops.expert_mlp import expert_mlp
@@ -66,7 +67,7 @@ class LayerNormMoE(Fp8Module):
       dropout_rate: the fraction of the experts' sum that is dropped, by the random stream "dropout", before the
         residual is added.
       deterministic: True turns dropout off. With a dropout_rate, either this field or the argument must be set.
-      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes: as in `Fp8Module`.
+      recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
       >>> import jax
@@ -229,6 +230,11 @@ def _check_fields(module: LayerNormMoE) -> None:
         raise ValueError(
             f"{layer}: experts_per_token must be at most num_experts, got {module.experts_per_token} of "
             f"{module.num_experts}; change one of them"
+        )
+    if module.lora is not None and any(map(module.lora.is_for, ("gate", "up", "down"))):
+        raise ValueError(
+            f"{layer}: experts have no adapters, got {module.lora}; name other layers, such as "
+            'targets=("query", "key", "value", "out")'
         )
     tensor = current_tensor()
     if tensor is not None:

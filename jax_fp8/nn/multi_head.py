@@ -14,13 +14,11 @@ from jax import lax
 from jax_fp8.core.shards import COLUMNS, ParamSharding, TensorParallel, current_tensor, parts_of
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.nn.checks import check_is_split, layer_name
-from jax_fp8.nn.dense import Dense, NormVariables
+from jax_fp8.nn.dense import Dense, NormVariables, norm_multiply
 from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import check_drops_weights
-from jax_fp8.ops.linear import linear
-from jax_fp8.ops.norm_linear import norm_linear
 
 INPUT_DIMS = (2, 3)  # (batch, seq, width), and (seq, width) of one sequence
 
@@ -90,23 +88,10 @@ def project(
     kernel = *module.path, names[0], "kernel"
     check_is_split("/".join(kernel), parts_of(kernel, COLUMNS), current_tensor())
     if norms is None:
-        products, amaxes = linear(
-            x, gemm.parameters, gemm.fp8, module.dtype, tensor=gemm.tensor, split_dim=gemm.split_dim
-        )
+        products = gemm.multiply(x, module.dtype)
     else:
-        out, amaxes = norm_linear(
-            x,
-            norms,
-            gemm.parameters,
-            gemm.fp8,
-            module.epsilon,
-            module.dtype,
-            return_input=module.residual,
-            recompute=module.recompute,
-            tensor=gemm.tensor,
-        )
+        out = norm_multiply(module, x, norms, gemm, module.residual)
         products, x = out if module.residual else (out, x)
-    gemm.stage(amaxes)
     return products if len(names) > 1 else (products,), x, gemm.tensor
 
 

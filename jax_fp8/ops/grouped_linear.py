@@ -29,9 +29,10 @@ from jax_fp8.kernels.grouped_gemm import grouped_matmul, grouped_weight_gradient
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.expert_rows import ExpertRows, on_own_tokens
+from jax_fp8.ops.gemm_residual import GemmResidual
 from jax_fp8.ops.operands import GemmInput, quantize_gradient, quantize_input
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo, as_one_matrix, infos_of, joined
-from jax_fp8.ops.passes import PLAIN_SCOPE, GemmResidual, cast_weight
+from jax_fp8.ops.passes import PLAIN_SCOPE, cast_weight
 
 
 def grouped_linear(

@@ -8,7 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.checks import describe
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.core.recorder import Recorder, note_recipe
@@ -33,7 +34,7 @@ def layer_gemm(
       layer: its path, for messages.
       scales: f32[3] of its state; None for a recipe without state.
       recorder: the recorder that `value_and_grad` put beside the state; None outside of it.
-      weight: the kernel in FP8, from a weight cache.
+      weight: the kernel in FP8, from a weight cache, or frozen.
     """
     check_dtype(layer, scale=scales)
     note_recipe(layer, recipe)
@@ -68,6 +69,9 @@ def check_multiples_of_16(
 def _check_weight(layer: str, recipe: Recipe, parameters: LinearParameters, cached: Fp8Pair) -> None:
     shape = as_tuple(parameters.kernel)[0].shape[0], sum(parameters.widths)
     dtype = recipe.fp8_format.forward
+    if parameters.is_frozen:
+        _check_frozen(layer, shape, dtype, cached)
+        return
     *experts, k, n = cached.rowwise.shape  # of experts in the one form or the other
     found = (math.prod(experts) * k, n), cached.columnwise.shape, cached.rowwise.dtype
     if found != (shape, (*experts, n, k), dtype):
@@ -75,4 +79,14 @@ def _check_weight(layer: str, recipe: Recipe, parameters: LinearParameters, cach
             f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, "
             f"got {cached.rowwise.dtype} of shapes {cached.rowwise.shape} and {cached.columnwise.shape}; "
             "make it with cast_weights from these variables"
+        )
+
+
+def _check_frozen(layer: str, shape: tuple[int, int], dtype: jax.typing.DTypeLike, frozen: Fp8Pair) -> None:
+    found = frozen.columnwise
+    if not isinstance(found, Fp8Array) or (found.shape, found.dtype) != (shape[::-1], dtype):
+        arrived = f"{found.dtype} of shape {found.shape}" if isinstance(found, Fp8Array) else describe(found)
+        raise ValueError(
+            f"{layer}: a frozen weight must be {jnp.dtype(dtype).name} of shape {shape[::-1]}, got {arrived}; make it "
+            "with freeze_kernels from the params and the recipe of this model"
         )

@@ -16,7 +16,7 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import as_matrix
-from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
+from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import quantize_gradient, quantize_input
@@ -30,7 +30,7 @@ def linear(
     gemm: Fp8Gemm | None,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     *,
-    residual: jax.Array | None = None,
+    residual: PyTree = None,
     recompute: bool = False,
     tensor: TensorParallel | None = None,
     split_dim: SplitDim | None = None,
@@ -42,7 +42,8 @@ def linear(
       parameters: kernel and bias in the params' dtype, or tuples of them for kernels side by side.
       gemm: how to quantize, or None for a plain product in `dtype`.
       dtype: of the result.
-      residual: (..., n), added to the result; not with kernels side by side.
+      residual: (..., n), added to the result; for kernels side by side a tuple of (..., n_i), with None where
+        nothing is added.
       recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8. This saves memory where
         something else keeps `x` anyway.
       tensor, split_dim: in a step on shards, the mesh axis that splits the kernel, and whether by columns or by rows.
@@ -54,29 +55,33 @@ def linear(
       (..., n) in `dtype`, or of kernels side by side a tuple of (..., n_i);
       and the amaxes of input and kernel f32[2] (None without `gemm`).
     """
-    if parameters.in_parts and residual is not None:
-        raise ValueError(
-            "a residual needs one kernel, got kernels side by side; add the residual to the result afterwards"
-        )
     x = x.astype(dtype)
     leading = _leading_dims(x.shape[:-1], tensor, split_dim)
-    if residual is not None and residual.shape != (*leading, *parameters.widths):
-        raise ValueError(
-            f"a residual must have the shape of the result, {(*leading, *parameters.widths)}, "
-            f"got {residual.shape}; reshape or broadcast it"
-        )
+    _check_residual(residual, parameters, leading)
     if gemm is None:
         in_parts = parameters.in_parts
         y = plain_linear(x, parameters, dtype, in_parts, residual=residual, tensor=tensor, split_dim=split_dim)
         return y, None
-    rows = None if residual is None else as_matrix(residual.astype(dtype))
+    rows = jax.tree.map(lambda part: as_matrix(part.astype(dtype)), residual)
     by_columns, by_rows = (tensor if split_dim == of else None for of in ("columns", "rows"))
-    has_residual = residual is not None
-    static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, has_residual, by_columns, by_rows)
+    static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, by_columns, by_rows)
     matrix, parameters, rows = match_vma(as_matrix(x), parameters, rows)
     out: PyTree = _linear(static, matrix, parameters, gemm, rows)
     y, amaxes = out
     return jax.tree.map(lambda part: part.reshape(*leading, part.shape[-1]), y), amaxes
+
+
+def _check_residual(residual: PyTree, parameters: LinearParameters, leading: tuple[int, ...]) -> None:
+    if residual is None:
+        return
+    expected = [(*leading, width) for width in parameters.widths]
+    parts = zip(as_tuple(residual), expected, strict=False)
+    shapes = [shape if part is None else part.shape for part, shape in parts]
+    if isinstance(residual, tuple) != parameters.in_parts or shapes != expected:
+        raise ValueError(
+            f"a residual must have the shape of the result, {', '.join(map(str, expected))}, "
+            f"got {', '.join(map(str, shapes))}; reshape or broadcast it"
+        )
 
 
 def _leading_dims(
@@ -94,19 +99,16 @@ class _Static:
     recompute: bool
     widths: tuple[int, ...]
     in_parts: bool
-    has_residual: bool
     by_columns: TensorParallel | None
     by_rows: TensorParallel | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: jax.Array | None):
+def _linear(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: PyTree):
     return _run(static, x, parameters, gemm, residual, keep=False)[0]
 
 
-def _run(
-    static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: jax.Array | None, keep: bool
-):
+def _run(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: PyTree, keep: bool):
     has_own_rows = static.by_columns is not None and static.by_columns.sequence
     quantized = quantize_input(x, gemm, keep=keep and not has_own_rows).gathered(static.by_columns, keep)
     if static.by_rows is None:
@@ -116,9 +118,11 @@ def _run(
     return (y, amaxes), kept
 
 
-def _forward(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: jax.Array | None):
-    out, kept = _run(static, x, parameters, gemm, residual, keep=not static.recompute)
-    return out, (x if static.recompute else None, kept, ParamInfo.from_arrays((x, residual, parameters)), gemm)
+def _forward(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: PyTree):
+    keep = not (static.recompute or parameters.is_frozen)
+    out, kept = _run(static, x, parameters, gemm, residual, keep)
+    again = x if static.recompute and not parameters.is_frozen else None
+    return out, (again, kept, ParamInfo.from_arrays((x, residual, parameters)), gemm)
 
 
 def _transposed_input(static: _Static, x: jax.Array, cast: Cast) -> Fp8Pair:
@@ -137,7 +141,13 @@ def _backward(static: _Static, residuals: tuple, cotangents: tuple):
         quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths, static.by_columns
     )
     recorded = kept.record(quantized, gemm)
-    return x_like.place(dx), gradients, recorded, residual_like.place(dy) if static.has_residual else None
+    return x_like.place(dx), gradients, recorded, _residual_gradient(dy, residual_like)
+
+
+def _residual_gradient(dy: Matrices, likes: PyTree) -> PyTree:
+    if not isinstance(dy, tuple) or likes is None:
+        return None if likes is None else likes.place(dy)
+    return tuple(None if like is None else like.place(part) for part, like in zip(dy, likes, strict=True))
 
 
 _linear.defvjp(_forward, _backward)

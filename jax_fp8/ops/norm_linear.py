@@ -118,7 +118,8 @@ def _run(static: _Static, x: jax.Array, norm: NormParameters, parameters: Linear
 
 
 def _forward(static: _Static, x: jax.Array, norm: NormParameters, parameters: LinearParameters, gemm: Fp8Gemm):
-    out, kept = _run(static, x, norm, parameters, gemm, keep=not static.recompute)
+    keep = not (static.recompute or parameters.is_frozen)
+    out, kept = _run(static, x, norm, parameters, gemm, keep)
     return out, (name_residual("norm_input", x), norm, *kept, ParamInfo.from_arrays(((x, norm), parameters)), gemm)
 
 

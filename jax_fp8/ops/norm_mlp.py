@@ -141,7 +141,8 @@ def _forward(
     down: LinearParameters,
     gemms: tuple[Fp8Gemm, Fp8Gemm],
 ):
-    out, (statistics, hidden, *kept) = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
+    keep = not (static.recompute or up.is_frozen)
+    out, (statistics, hidden, *kept) = _run(static, x, norm, up, down, gemms, keep)
     x, hidden = name_residual("norm_input", x), name_residual("mlp_hidden", hidden)
     return out, (
         x,

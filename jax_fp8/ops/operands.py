@@ -74,10 +74,10 @@ def quantize_gradient(
         own rows, and the bias gradient is their sum. The pair has the rows of all devices.
     """
     cast = gemm.cast(OUTPUT_GRADIENT, partial(amax, *as_tuple(dy)))
-    has_own_rows = tensor is not None and tensor.sequence
+    needs_rows_alone = (tensor is not None and tensor.sequence) or parameters_like.is_frozen
     if parameters_like.bias is not None:
         pair, sums = quantize_transpose_sums(dy, cast)
-    elif has_own_rows:
+    elif needs_rows_alone and len(as_tuple(dy)) == 1:
         (own,) = as_tuple(dy)
         pair, sums = quantize_rowwise(own, cast), None
     else:

@@ -7,6 +7,7 @@ from itertools import accumulate
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.frozen import FrozenKernel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.explicit import whole_rows
 from jax_fp8.kernels.quantize import Matrices, as_tuple
@@ -28,6 +29,11 @@ class LinearParameters:
     @property
     def in_parts(self) -> bool:
         return isinstance(self.kernel, tuple)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the weight is in FP8 beside the params, and has no gradient (core/frozen.py)."""
+        return any(isinstance(kernel, FrozenKernel) for kernel in as_tuple(self.kernel))
 
     @classmethod
     def beside(cls, *parameters: "LinearParameters") -> "LinearParameters":

@@ -18,7 +18,7 @@ boundary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TypedDict, TypeVar
@@ -30,9 +30,9 @@ from jax.extend.core import Primitive
 
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.checkpoint_names import name_residual
-from jax_fp8.core.formats import INPUT, KERNEL
+from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
+from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import amax, as_matrix
@@ -40,6 +40,7 @@ from jax_fp8.kernels.explicit import like_columns, product, shards_of
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_transpose
 from jax_fp8.ops.collectives import enter, leave, reduce_rows
+from jax_fp8.ops.gemm_residual import GemmResidual
 from jax_fp8.ops.operands import GemmInput
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo, gradients_like, infos_of, joined, split_columns
 
@@ -51,47 +52,13 @@ SMALLEST_WGRAD = 2**21
 CAST_SCOPE = "cast_weights"  # every cast of a weight outside of the optimizer's kernel
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GemmResidual:
-    """The residuals of one GEMM for its backward.
-
-    Args:
-      x_transposed: (k, m), or None where the backward quantizes x again.
-      x_cast: the cast that does so, to the same bits.
-      kernel: (k, n).
-      amaxes: f32[2], of input and kernel.
-      x_health: f32[STATISTICS] of the input's cast, or None.
-    """
-
-    x_transposed: Fp8Array | None
-    x_cast: Cast
-    kernel: Fp8Array
-    amaxes: jax.Array
-    x_health: jax.Array | None = None
-
-    def record(self, dy: Fp8Pair, gemm: Fp8Gemm) -> Fp8Gemm | None:
-        """Record amaxes and statistics at the end of the GEMM's backward; returns the cotangent of `gemm`."""
-        gemm.record.measure(CAST_STATISTICS, self.x_health, OBSERVED.index(INPUT))
-        return gemm.record_backward(jnp.append(self.amaxes, dy.amax))
-
-    def with_input(
-        self, requantize: Callable[[jax.Array, Cast], Fp8Pair], source: jax.Array, after: jax.Array
-    ) -> "GemmResidual":
-        """With xᵀ: if it was not kept, `requantize(source, cast)` computes it again, once `after` is there."""
-        if self.x_transposed is not None:
-            return self
-        source, _ = lax.optimization_barrier((source, after))  # else XLA may compute it early and keep it after all
-        return replace(self, x_transposed=requantize(source, self.x_cast).columnwise)
-
-
 def plain_linear(
     x: jax.Array,
     parameters: LinearParameters,
     dtype: jax.typing.DTypeLike,
     in_parts: bool = False,
     *,
-    residual: jax.Array | None = None,
+    residual: PyTree = None,
     tensor: TensorParallel | None = None,
     split_dim: SplitDim | None = None,
 ) -> Matrices:
@@ -111,8 +78,13 @@ def plain_linear(
         left: PyTree = leave(as_matrix(y), tensor)
         y = left.reshape(*tensor.own_rows(leading), -1)
     y = y if bias is None else y + lax.broadcast_to_rank(like_columns(bias, y), y.ndim)
-    y = y if residual is None else y + residual.astype(dtype)
-    return split_columns(y, parameters.widths) if in_parts else y
+    if not in_parts:
+        return y if residual is None else y + residual.astype(dtype)
+    parts = split_columns(y, parameters.widths)
+    if residual is None:
+        return parts
+    pairs = zip(parts, residual, strict=True)
+    return tuple(part if added is None else part + added.astype(dtype) for part, added in pairs)
 
 
 def keeping_products(function: Callable, recompute: bool) -> Callable:
@@ -136,10 +108,10 @@ def forward_gemm(
     parameters: LinearParameters,
     gemm: Fp8Gemm,
     dtype: jax.typing.DTypeLike,
-    residual: jax.Array | None = None,
+    residual: PyTree = None,
     in_parts: bool = False,
 ) -> tuple[PyTree, jax.Array, GemmResidual]:
-    """fprop.
+    """fprop. A residual (m, n) is, with `in_parts`, a tuple of (m, n_i), with None where nothing is added.
 
     Returns:
       y (m, n) with bias and residual (m, n) added, or with `in_parts` a tuple of (m, n_i); amaxes f32[2] of input and
@@ -153,19 +125,24 @@ def forward_gemm(
         bias=joined(
             parameters.bias, jnp.bfloat16 if dtype == jnp.float32 else dtype
         ),  # the dtype in which the GEMM takes a bias
-        c=residual,
         c_in_place=False,  # the norm before has kept the residual stream for its backward
         dtype=dtype,
         accumulation=gemm.accumulation("fprop"),
     )
     with jax.named_scope(f"{gemm.name}/fprop"):
-        parts = _columns(ParamInfo.from_arrays(as_tuple(parameters.kernel)), parameters.widths)
-        y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
+        if in_parts:
+            parts = _columns(ParamInfo.from_arrays(as_tuple(parameters.kernel)), parameters.widths)
+            added = (None,) * len(parts) if residual is None else residual
+            y = tuple(multiply(**columns, c=part) for columns, part in zip(parts, added, strict=True))
+        else:
+            y = multiply(c=residual)
     amaxes = jnp.stack([x.pair.amax, weight.amax])
     transposed = x.pair.columnwise
     x_transposed = transposed and replace(transposed, values=name_residual("gemm_input", transposed.values))
     x_cast = x.cast.again(x.pair.rowwise.scale)
-    return y, amaxes, GemmResidual(x_transposed, x_cast, weight.rowwise, amaxes, x.health)
+    is_transposed = weight.rowwise is None
+    kernel = weight.columnwise if is_transposed else weight.rowwise
+    return y, amaxes, GemmResidual(x_transposed, x_cast, kernel, amaxes, x.health, is_transposed)
 
 
 def forward_rows(
@@ -226,7 +203,8 @@ def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, gemm: Fp8Gemm, dtype: ja
     """dgrad, the half of `backward_gemm` that needs no xᵀ."""
     _check_rows(dy.rowwise.values, gemm)
     with jax.named_scope(f"{gemm.name}/dgrad"):
-        return matmul(dy.rowwise, residual.kernel, dtype=dtype, accumulation=gemm.accumulation("dgrad"))
+        kernel = residual.kernel_for_dgrad(after=dy.rowwise.values)
+        return matmul(dy.rowwise, kernel, dtype=dtype, accumulation=gemm.accumulation("dgrad"))
 
 
 def backward_wgrad(
@@ -237,9 +215,11 @@ def backward_wgrad(
     gemm: Fp8Gemm,
     widths: tuple[int, ...],
 ) -> LinearParameters:
-    """wgrad, the other half of `backward_gemm`."""
-    with jax.named_scope(f"{gemm.name}/wgrad"):
-        dkernel: PyTree = _kernel_gradients(residual, dy.columnwise, infos_of(parameters_like.kernel), gemm, widths)
+    """wgrad, the other half of `backward_gemm`. A frozen weight has no gradient."""
+    dkernel: PyTree = as_tuple(parameters_like.kernel)
+    if not parameters_like.is_frozen:
+        with jax.named_scope(f"{gemm.name}/wgrad"):
+            dkernel = _kernel_gradients(residual, dy.columnwise, infos_of(parameters_like.kernel), gemm, widths)
     bias_like = parameters_like.bias
     if not isinstance(parameters_like.kernel, tuple):
         dkernel = dkernel[0]

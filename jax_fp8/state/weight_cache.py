@@ -25,6 +25,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import describe, first_difference
 from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
+from jax_fp8.core.frozen import is_frozen
 from jax_fp8.core.paths import CAST_BY, VERSION, LayerPath, at_path, kernel_paths, names_of, put_at_path
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.recorder import listing
@@ -102,7 +103,7 @@ def cast_weights(
     _check_recipe(variables, recipe)
     is_first = False if is_first_microbatch is None else is_first_microbatch
     check_flag(is_first)
-    gemms = _gemms_of(variables, recipe, cache, forward)
+    gemms = gemms_of_recipe(variables, recipe, cache, forward)
     if cache is None:
         return cast_listed(variables, recipe, gemms)
     _check_cache(cache, variables, recipe, gemms)
@@ -143,14 +144,16 @@ def cached_gemms(cache: Mapping) -> list[LayerPath]:
     return [path for path, _ in _cached(cache)]
 
 
-def _gemms_of(
+def gemms_of_recipe(
     variables: Variables, recipe: Recipe, cache: Mapping | None, forward: Callable[[dict], object] | None
 ) -> list[LayerPath]:
-    """The GEMMs whose weights are cast: those of the state; without state those of the cache, or of the forward."""
+    """The GEMMs whose weights are cast: those of the state; without state those of the cache, or of the forward. Frozen
+    weights are left out.
+    """
     if recipe.has_state:
         paths: list[LayerPath] = []
         map_gemms_with_path(lambda path, _: paths.append(path), variables["fp8"])
-        return paths
+        return [path for path in paths if not is_frozen(variables, path)]
     if cache is not None:
         return cached_gemms(cache)
     if forward is None:

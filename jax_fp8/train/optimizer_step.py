@@ -75,9 +75,9 @@ class OptimizerStep:
         cache = refresh(state.cache, params, fp8, updates)
         if cache and taken is not None and not wrote_only_if(taken, updates):
             cache = choose(taken, cache, state.cache)
-        collections = {**state.collections, **changed}
         if taken is not None:
-            collections = choose(taken, collections, state.collections)
+            changed = choose(taken, dict(changed), {name: state.collections[name] for name in changed})
+        collections = {**state.collections, **changed}
         step = jnp.asarray(optax.safe_increment(state.step))
         return TrainState(step, params, fp8, opt_state, cache, collections), metrics
 

@@ -15,8 +15,9 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3, KERNEL
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
+from jax_fp8.ops.gemm_residual import GemmResidual
 from jax_fp8.ops.parameters import LinearParameters
-from jax_fp8.ops.passes import GemmResidual, cast_weight, plain_linear
+from jax_fp8.ops.passes import cast_weight, plain_linear
 
 pytestmark = pytest.mark.versions
 

@@ -1,0 +1,97 @@
+"""Frozen params in the optimizer: no moments, no masters, no updates; and in a compiled step no gradients."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_fp8.core.fp8_array import is_fp8
+from jax_fp8.core.paths import map_with_names
+from jax_fp8.core.types import PyTree
+from jax_fp8.optim.updates import NewParam, was_applied
+
+Rule = str | Callable[[str], bool]
+
+
+def freeze(
+    tx: optax.GradientTransformation, frozen: Rule | None = None, *, trained: Rule | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Freeze params: `tx` sees the others alone, and frozen params keep every bit.
+
+    The optimizer stores nothing for frozen params. A compiled step does not compute their gradients, because nothing
+    reads them. So `tx` should hold all transforms that read gradients, such as clipping by global norm. To store frozen
+    kernels in FP8 as well, use `freeze_kernels`.
+
+    Args:
+      tx: an Optax transform, or a chain of some.
+      frozen: which params are frozen: a regular expression that is searched in the path of a param, such as
+        "layer_0/attention/query/kernel"; or a function of the path.
+      trained: which params are trained, in the same form. Pass one of the two.
+
+    Returns:
+      An Optax transform.
+
+    Raises:
+      ValueError: if not exactly one rule is given, or a rule is neither a regular expression nor a function.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_fp8 as fp8
+      >>> tx = fp8.freeze(fp8.fused_adamw(1e-3), trained="lora_")
+      >>> params = {"kernel": jnp.ones((4, 4)), "lora_a": jnp.ones((4, 2))}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> bool(jnp.any(updates["kernel"])), bool(jnp.any(updates["lora_a"]))
+      (False, True)
+    """
+    if (frozen is None) == (trained is None):
+        raise ValueError(
+            f"freeze needs one rule, frozen or trained, got {'both' if frozen is not None else 'none'}; pass "
+            'trained="lora_" to train adapters alone'
+        )
+    is_named = _matcher(frozen if trained is None else trained)
+
+    def is_trained(params: PyTree) -> PyTree:
+        """Like the params: whether each is trained."""
+        return map_with_names(
+            lambda names, _: is_named("/".join(map(str, names))) == (trained is not None), params, is_leaf=is_fp8
+        )
+
+    inner = optax.masked(optax.with_extra_args_support(tx), is_trained)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, in_place: Any = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        mask = is_trained(updates if params is None else params)
+        own = extra if in_place is None else {**extra, "in_place": in_place}
+        updates, state = inner.update(updates, state, params, **own)
+        applied = was_applied(updates)
+
+        def unchanged(is_trained: bool, update: PyTree, param: PyTree) -> PyTree:
+            if is_trained:
+                return update
+            return jax.tree.map(jnp.zeros_like, update) if in_place is None else NewParam(param, applied=applied)
+
+        return jax.tree.map(unchanged, mask, updates, updates if params is None else params), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _matcher(rule: Rule | None) -> Callable[[str], bool]:
+    if callable(rule):
+        return lambda path: bool(rule(path))
+    if isinstance(rule, str):
+        try:
+            pattern = re.compile(rule)
+        except re.error as error:
+            raise ValueError(
+                f"a rule of freeze must be a regular expression or a function of a path, got {rule!r}: {error}; write "
+                'it as for re.search, such as "lora_"'
+            ) from None
+        return lambda path: pattern.search(path) is not None
+    raise ValueError(
+        f"a rule of freeze must be a regular expression or a function of a path, got {rule!r}; pass a str such as "
+        '"lora_"'
+    )

@@ -1,7 +1,7 @@
 """Fine-tuning with adapters (LoRA) on one GPU: kernels in bfloat16, kernels frozen in FP8, and full fine-tuning.
 
     python benchmarks/finetune.py                                   # Llama 3 8B, one sequence of 4,096 tokens
-    python benchmarks/finetune.py --preset qwen3-14b --batch 2
+    python benchmarks/finetune.py --shape qwen3-14b --remat none full     # each case with each remat
     python benchmarks/finetune.py --self-test                       # a tiny model on any machine; no figures
 
 Each case runs in a process of its own, with random weights in bfloat16 and random tokens. It times `--steps` steps with
@@ -36,12 +36,20 @@ CASES = {
 }
 
 
+# Shapes that are no presets. Qwen3-14B as in the config.json of its weights.
+SHAPES = {
+    "qwen3-14b": dataclasses.replace(
+        fp8.GPTConfig.preset("qwen3-8b"), num_layers=40, num_heads=40, hidden_size=5120, mlp_hidden_size=17_408
+    )
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """All that a fresh process must know."""
 
     case: str
-    preset: str
+    shape: str
     batch: int
     seq_len: int
     rank: int
@@ -53,7 +61,8 @@ class Job:
 def measure(job: Job) -> dict:
     """Run one case in this process."""
     recipe, head_recipe, trains_all = CASES[job.case]
-    config = dataclasses.replace(fp8.GPTConfig.preset(job.preset), max_seq_len=max(job.seq_len, 128))
+    shape = SHAPES[job.shape] if job.shape in SHAPES else fp8.GPTConfig.preset(job.shape)
+    config = dataclasses.replace(shape, max_seq_len=max(job.seq_len, 128))
     lora = None if trains_all else fp8.Lora(rank=job.rank, alpha=2 * job.rank)
     options = {"param_dtype": jnp.bfloat16, "remat": job.remat, "head_recipe": head_recipe, "lora": lora}
     model = fp8.GPT(config, recipe=recipe, **options)
@@ -89,6 +98,7 @@ def measure(job: Job) -> dict:
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {
         "case": job.case,
+        "remat": job.remat,
         "environment": tables.environment(),
         "num_params": num_params,
         "init_s": init_s,
@@ -105,16 +115,17 @@ def measure(job: Job) -> dict:
 
 
 def markdown(jobs: list[Job], results: list[dict]) -> str:
-    measured = {r["case"]: r["step_ms"] for r in results if "failed" not in r}
-    baseline, rows = measured.get("lora_bf16"), []
+    measured = {(r["case"], r["remat"]): r["step_ms"] for r in results if "failed" not in r}
+    rows = []
     for r in results:
         if "failed" in r:
-            rows.append([r["case"], f"failed: {r['failed']}", *["-"] * 7])
+            rows.append([r["case"], r["remat"], f"failed: {r['failed']}", *["-"] * 7])
             continue
-        gib = r["state_gib"]
+        gib, baseline = r["state_gib"], measured.get(("lora_bf16", r["remat"]))
         rows.append(
             [
                 r["case"],
+                r["remat"],
                 f"{r['step_ms']:.1f}",
                 baseline / r["step_ms"] if baseline else "-",
                 round(r["tokens_per_s"]),
@@ -125,14 +136,14 @@ def markdown(jobs: list[Job], results: list[dict]) -> str:
                 f"{r['first_loss']:.4f} to {r['last_loss']:.4f}",
             ]
         )
-    headings = ["case", "ms a step", "times bf16 adapters", "tokens/s", "GiB: params + frozen + optimizer"]
+    headings = ["case", "remat", "ms a step", "times bf16 adapters", "tokens/s", "GiB: params + frozen + optimizer"]
     headings += ["GiB of a step", "peak GiB of the process", "min to max ms", "loss, first to last"]
     job = jobs[0]
     parts = ["# Fine-tuning on one GPU"]
     parts += [tables.environment_line(r["environment"]) for r in results if "failed" not in r][:1]
     parts.append(
-        f"`{job.preset}` with random weights in bfloat16, {job.batch} x {job.seq_len} random tokens, adapters of rank "
-        f"{job.rank} on all linear layers, remat {job.remat}; one fresh process a case, all in one run. `ms a step` is "
+        f"`{job.shape}` with random weights in bfloat16, {job.batch} x {job.seq_len} random tokens, adapters of rank "
+        f"{job.rank} on all linear layers; one fresh process a case, all in one run. `ms a step` is "
         f"the median of {job.steps} steps with a wait after each. `GiB of a step` is what its program needs, arguments "
         "included, as the compiler says."
     )
@@ -142,11 +153,11 @@ def markdown(jobs: list[Job], results: list[dict]) -> str:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["lora_bf16", "lora_fp8", "lora_fp8_head"])
-    parser.add_argument("--preset", default="llama3-8b")
+    parser.add_argument("--shape", default="llama3-8b", help=f"a preset, or {', '.join(SHAPES)}")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--remat", default="full")
+    parser.add_argument("--remat", nargs="+", default=["full"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
@@ -162,15 +173,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.job:
         options.result.write_text(json.dumps(measure(Job(**json.loads(options.job)))))
         return 0
-    sizes = (options.preset, options.batch, options.seq_len, options.rank, options.remat, options.steps, options.warmup)
-    if options.self_test:
-        sizes = ("tiny-llama", 2, 64, 4, options.remat, 2, 1)
-    jobs = [Job(case, *sizes) for case in options.cases]
+    sizes = (options.shape, options.batch, options.seq_len, options.rank)
+    sizes, times = (("tiny-llama", 2, 64, 4), (2, 1)) if options.self_test else (sizes, (options.steps, options.warmup))
+    jobs = [Job(case, *sizes, remat, *times) for remat in options.remat for case in options.cases]
     results = []
     for job in jobs:
         found, _ = measure_in_fresh_process(HERE, job)
-        results.append({"case": job.case, **found})
-        print(job.case, found.get("failed") or f"{found['step_ms']:.1f} ms a step", flush=True)
+        results.append({"case": job.case, "remat": job.remat, **found})
+        print(job.case, job.remat, found.get("failed") or f"{found['step_ms']:.1f} ms a step", flush=True)
         tables.write(options.output / f"{options.name}.md", markdown(jobs, results))
         tables.write(options.output / f"{options.name}.json", json.dumps(results, indent=1))
     print((options.output / f"{options.name}.md").read_text())

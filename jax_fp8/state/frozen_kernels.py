@@ -23,7 +23,7 @@ from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.names import without_names
 from jax_fp8.state.checks import check_variables
-from jax_fp8.state.weight_cache import gemms_of_recipe
+from jax_fp8.state.weight_cache import check_can_be_cast, gemms_of_recipe
 
 
 def freeze_kernels(
@@ -71,6 +71,7 @@ def freeze_kernels(
         variables = {**variables, "params": _with_loaded(variables["params"], params, ())}
     if recipe is None:
         return dict(variables)
+    check_can_be_cast("freeze_kernels", variables, recipe)
     found = gemms_of_recipe(variables, recipe, None, forward)
     gemms = [gemm for gemm in found if kernel_paths(gemm) and not is_of_experts(gemm)]
     then = dict.fromkeys(gemms, _transpose_alone)

@@ -100,7 +100,7 @@ def cast_weights(
       (2, 32)
     """
     variables = without_names(variables)
-    _check_recipe(variables, recipe)
+    check_can_be_cast("cast_weights", variables, recipe)
     is_first = False if is_first_microbatch is None else is_first_microbatch
     check_flag(is_first)
     gemms = gemms_of_recipe(variables, recipe, cache, forward)
@@ -256,12 +256,13 @@ def _cached(cache: Mapping, path: LayerPath = ()) -> Iterator[tuple[LayerPath, F
             yield from _cached(node, (*path, name))
 
 
-def _check_recipe(variables: Variables, recipe: Recipe | None) -> None:
+def check_can_be_cast(caller: str, variables: Variables, recipe: Recipe | None) -> None:
+    """Raise unless the variables are those of a model with this recipe."""
     check_variables(variables)
     check_recipe(recipe)
     if recipe is None or "params" not in variables or (recipe.has_state and not variables.get("fp8")):
         raise ValueError(
-            'cast_weights needs a recipe and "params", with DelayedScaling also "fp8", of a model with this recipe, '
+            f'{caller} needs a recipe and "params", with DelayedScaling also "fp8", of a model with this recipe, '
             f"got {describe(variables)} and {describe(recipe)}; pass what model.init returned"
         )
 

@@ -4,8 +4,8 @@
     python tests/gpu/adapters_check.py --self-test                       # a smaller model, on a CPU
 
 With `CurrentScaling` and `BlockScaling` a kernel is scaled by its own amax, frozen or not. So the loss and the
-gradients of adapters must have the same bits. Gradients in FP8 are compared with those in bfloat16, too, and training must leave
-frozen weights as they are. Ends with one line per group of checks, and with exit code 1 if a check failed.
+gradients of adapters must have the same bits. Gradients in FP8 are compared with those in bfloat16, too, and training
+must leave frozen weights as they are. Ends with one line per group of checks, and with exit code 1 if a check failed.
 """
 
 import sys

@@ -9,6 +9,7 @@
 The options decide what the files are, and their names must agree: no file is read as another kind than its own.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -24,7 +25,7 @@ from jax_fp8.run.packing import Rows, beginnings, pack, whole_texts
 from jax_fp8.run.records import JSON_LINES, PARQUET, check_can_be_encoded, fields_of, is_of_records, read_records
 from jax_fp8.run.settings import Settings
 from jax_fp8.run.text import read_corpus, standard_library, user_files
-from jax_fp8.run.token_cache import HELD_OUT, TRAIN, Documents, cached_documents, fingerprint_of_files
+from jax_fp8.run.token_cache import HELD_OUT, HELD_OUT_EVERY, TRAIN, Documents, cached_documents, fingerprint_of_files
 from jax_fp8.run.token_files import SUFFIX, divided, map_tokens
 
 TOGETHER = 256  # documents that the tokenizer gets at once
@@ -106,8 +107,10 @@ def _of_records(settings: Settings, files: list[Path], validation: list[Path] | 
     fingerprint = fingerprint_of_files(files, DATA)
     found: Encoder = ByteEncoder() if encoder is None else encoder
     if encoder is None and settings.tokenizer == "bpe":
-        texts = _texts(settings, files, DATA)
-        found = LibraryEncoder.trained(texts, fingerprint[:16], settings.vocab_size, settings.cache)
+        every = HELD_OUT_EVERY if validation is None else None
+        texts = (text for number, text in enumerate(_texts(settings, files, DATA), 1) if not every or number % every)
+        made_of = hashlib.sha256(f"{fingerprint} {every} {settings.text_field}".encode()).hexdigest()[:16]
+        found = LibraryEncoder.trained(texts, made_of, settings.vocab_size, settings.cache)
     parts = _documents(settings, found, files, DATA, fingerprint, holds_out=validation is None)
     if validation is not None:
         validation = _those_of_records(validation, VALIDATION)

@@ -83,6 +83,23 @@ def test_lines_and_parquet_are_the_same_documents(files, tmp_path):
     assert TEXTS[19]["text"] in encoder.decode(np.asarray(held.tokens))
 
 
+def test_byte_pairs_are_learned_from_the_field_and_not_from_what_is_held_out(tmp_path):
+    """Records with another word in each field, and one more in those that are held out."""
+    words = [{"text": "abcabc " * 9, "other": "xyzxyz " * 9} for _ in range(59)]
+    words.insert(19, {"text": "qkqkqk " * 99, "other": ""})
+    path = chats.write_lines(tmp_path / "a.jsonl", words)
+
+    def learned(*flags):
+        given = ["--data", str(path), "--tokenizer", "bpe", "--vocab-size", "280", *flags]
+        return set(
+            "".join(token for token in read(given, tmp_path / "cache")[0].tokenizer.get_vocab() if len(token) > 1)
+        )
+
+    assert "a" in learned("--text-field", "text") and "q" not in learned("--text-field", "text")
+    assert "x" in learned("--text-field", "other") and "a" not in learned("--text-field", "other")
+    assert "q" in learned("--text-field", "text", "--validation-data", str(path))  # negative control
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_read_parts_that_together_are_the_batch_of_one(kind, files, tmp_path):
     _, data, held_out = read(files[kind], tmp_path / "one")

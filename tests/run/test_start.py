@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from several_processes import cpus, free_port, run_processes
 
 import jax_fp8 as fp8
 from jax_fp8.run import checks, export, generate, train
@@ -148,3 +149,28 @@ def test_a_shape_that_hugging_face_does_not_have_is_refused_before_training(tune
     settings = parse([*tune.arguments, "--export", str(tmp_path / "out")])
     with pytest.raises(ValueError, match="Hugging Face"):
         export.check_can_export(settings, fp8.GPTConfig.preset("tiny", positions="rotary"))
+
+
+@pytest.mark.slow  # each half is tested: which rows a process reads, and what a run begins with
+def test_a_model_is_tuned_in_two_processes(tune, tmp_path):
+    """On conversations, with a resume for which the model is gone; the losses are those of one process."""
+    chats.write_model(tmp_path / "model")
+    options = [*tune.arguments, "--recipe", "bf16", "--mesh", "fsdp=2", "--learning-rate", "1e-3"]
+    options += ["--output", str(tmp_path / "runs"), "--checkpoint-every", "2"]
+    assert train.main([*options, "--name", "one"]) == 0
+
+    def both(*flags):
+        together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2, "--process-id"]
+        commands = [["-m", "jax_fp8", "train", *options, *flags, *together, process] for process in range(2)]
+        finished = run_processes(*commands, environments=cpus(1, 2))
+        assert [process.returncode for process in finished] == [0, 0], finished[0].stderr + finished[1].stderr
+
+    both("--name", "two", "--steps", "2")
+    shutil.move(tmp_path / "model", tmp_path / "gone")
+    both("--resume", "two")
+    one, two = (rows(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert [row["step"] for row in two] == [row["step"] for row in one] == [0, 2, 4]
+    # The first two steps had the schedule of two steps: their learning rate was another one.
+    np.testing.assert_allclose(two[0]["val_loss"], one[0]["val_loss"], rtol=1e-5)
+    np.testing.assert_allclose(two[1]["loss"], one[1]["loss"], rtol=1e-2)
+    assert two[2]["val_loss"] < two[0]["val_loss"]

@@ -87,6 +87,11 @@ def _check_data(settings: Settings) -> None:
             f"--chat reads conversations from the field messages, got also --text-field {settings.text_field}; leave "
             "one out"
         )
+    if settings.chat and settings.tokenizer in ("bytes", "bpe"):
+        raise ValueError(
+            f"--chat needs a tokenizer with a chat template, got --tokenizer {settings.tokenizer}; name the folder of a "
+            "model that answers"
+        )
     if settings.pack and not settings.text_field:
         raise ValueError(
             "--pack keeps the documents of --text-field whole, got none; leave it out: conversations of --chat are "

@@ -169,8 +169,7 @@ def _documents(
     if settings.chat:
         if not isinstance(encoder, LibraryEncoder):
             raise ValueError(
-                f"--chat needs a tokenizer with a chat template, got --tokenizer {settings.tokenizer}; name the folder "
-                "of a model that answers"
+                "--chat needs a tokenizer with a chat template, got bytes as tokens; name one with --tokenizer"
             )
         where = "the tokenizer" if not is_file(settings.tokenizer) else settings.tokenizer
         conversations = Conversations(encoder, where)

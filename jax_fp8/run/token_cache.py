@@ -80,6 +80,7 @@ def cached_documents(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not os.path.lexists(path):
+            print(f"encoding the text once; later runs read its tokens from {path}")
             _write(path, documents, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32), holds_out)
     except OSError as error:
         raise ValueError(

@@ -184,6 +184,7 @@ def test_what_cannot_be_read_is_one_sentence(files, tmp_path, capsys):
         (["--data", empty, "--chat", *tokenizer], "at least one batch of 4 sequences of --seq-len 32, got 0"),
         (["--data", lines, "--chat", *tokenizer], "a field 'messages', got the fields text, id in line 1 of"),
         (["--data", chat, "--chat"], "--chat needs a tokenizer with a chat template, got --tokenizer bytes"),
+        (["--data", chat, "--chat", "--tokenizer", "bpe"], "a tokenizer with a chat template, got --tokenizer bpe"),
         (["--data", chat, "--chat", "--tokenizer", tmp_path / "silent"], "--chat needs a tokenizer with a chat templ"),
         (["--data", chat, "--chat", *text], "--chat reads conversations from the field messages, got also"),
         (["--data", chat, "--pack"], "--pack keeps the documents of --text-field whole, got none"),
@@ -215,9 +216,9 @@ def test_other_files_of_a_folder_are_named(files, tmp_path, capsys):
 
 def test_long_conversations_are_counted(files, tmp_path, capsys):
     read(files["chat"], tmp_path)
-    assert (
-        "conversations, " in (said := capsys.readouterr().out) and "longer than --seq-len 32 and lose their end" in said
-    )
+    said = capsys.readouterr().out
+    assert "encoding the text once; later runs read its tokens from" in said
+    assert "conversations, " in said and "longer than --seq-len 32 and lose their end" in said
     _, data, _ = read(files["chat"], tmp_path, "--seq-len", "512")
-    assert data.rows.tokens > 5000 and not capsys.readouterr().out
+    assert data.rows.tokens > 5000 and not capsys.readouterr().out  # the cache has the tokens of all lengths
     assert checks.check_size(data, data, defaults("tiny")) is None

@@ -82,6 +82,10 @@ def _check_no_shape(settings: Settings) -> None:
 
 def _check_data(settings: Settings) -> None:
     """Raise where options of the data do not fit together."""
+    if settings.tokenizer == "" and settings.init_from is None:
+        raise ValueError(
+            "--tokenizer must be bytes, bpe, a tokenizer.json or a folder that has one, got none; name one"
+        )
     if settings.chat and settings.text_field:
         raise ValueError(
             f"--chat reads conversations from the field messages, got also --text-field {settings.text_field}; leave "
@@ -102,6 +106,8 @@ def _check_data(settings: Settings) -> None:
     if not (settings.chat or settings.pack):
         return
     option = "--chat" if settings.chat else "--pack"
+    if settings.fp8_attention:
+        raise ValueError(f"attention in FP8 has no documents, got --fp8-attention and {option}; leave one of them out")
     if parse_axes(settings.mesh).get("pipe", 1) > 1 or settings.remat.startswith("offload"):
         raise ValueError(
             f"{option} packs documents into sequences, which pipe and --remat offload:N cannot run, got --mesh "

@@ -277,7 +277,10 @@ def run(job: Job, folder: Folder, leaving: Leaving) -> int:
         prompt, text = job.encoder.decode(prompt), job.encoder.decode(text)
         print(f"\n--- after the held-out text\n{prompt}\n--- the model generates\n{text}\n---")
     if settings.export is not None:
-        print(write_huggingface(settings, job.model, trained.variables["params"], job.encoder))
+        try:
+            print(write_huggingface(settings, job.model, trained.variables["params"], job.encoder))
+        except ValueError as error:
+            raise CannotSave(str(error)) from error
     summary = f"validation loss: {settings.recipe} {trained.val_loss:.4f}"
     if baseline is not None:
         difference = 100 * (trained.val_loss / baseline.val_loss - 1)

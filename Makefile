@@ -52,7 +52,7 @@ NEVER_RUN := $(if $(GPU)$(if $(NVCC),,none),,--config-settings=cmake.define.JAX_
 WORKERS := $(shell nproc 2>/dev/null || echo auto)
 # What `pip install ".[test]"` would install, without the project itself.
 REQUIREMENTS := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    names = sum(map(project["optional-dependencies"].get, ("train", "test", "docs"$(if $(GPU),$(comma) "cuda"))), project["dependencies"]); \
+    names = sum(map(project["optional-dependencies"].get, ("train", "data", "test", "docs"$(if $(GPU),$(comma) "cuda"))), project["dependencies"]); \
     print(*(name for name in names if not name.startswith("jax_fp8")), sep="\n")
 # Python compiles what is imported, a small part of what is installed. (To pip this says: do not compile.)
 export PIP_NO_COMPILE := no

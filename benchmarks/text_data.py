@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.run import text
+from jax_fp8.run import batches, encoders, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +80,15 @@ def prepare(reading: Reading, data: pathlib.Path | None, cache: pathlib.Path) ->
     """Collect the text, tokenize it, and fix the order of all batches from the seed."""
     files = distinct(python_files() if data is None else text.user_files(data), reading.max_bytes)
     corpus = text.read_corpus(files, reading.max_bytes)
-    encoder = text.PairEncoder.trained_on(corpus.train[: reading.tokenizer_bytes], reading.vocab_size, cache)
+    encoder = encoders.LibraryEncoder.trained_on(corpus.train[: reading.tokenizer_bytes], reading.vocab_size, cache)
     train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
     if len(held_out) < reading.validation_tokens:
         raise ValueError(
             f"the held-out text must have at least {reading.validation_tokens:,} tokens, got {len(held_out):,}; "
             "give more text or raise --max-bytes"
         )
-    batches = reading.validation_tokens // (reading.batch_size * reading.seq_len)
-    validation = text.validation_batches(held_out, batches, reading.batch_size, reading.seq_len)
+    count = reading.validation_tokens // (reading.batch_size * reading.seq_len)
+    validation = batches.validation_batches(held_out, count, reading.batch_size, reading.seq_len)
     return Data(
         tokens=jnp.asarray(train, jnp.int32),
         starts=jnp.asarray(window_order(len(train), reading)),

@@ -27,6 +27,7 @@ from jax_fp8.plan.gpt_plans import RECIPES, head_in, layers_in, plan_preset
 from jax_fp8.plan.rates import RateTable
 from jax_fp8.plan.rates_bench import measure_rates
 from jax_fp8.report.page import write_report
+from jax_fp8.run.tokenizer_files import check_no_other, copied_files, has_tokenizer, write_tokenizer
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.streams import one_line, surviving
 from jax_fp8.train.train_step import make_train_step
@@ -103,6 +104,20 @@ def report_run(run: str, output: str | None = None) -> int:
     path = write_report(named if os.path.isdir(named) and not os.path.isdir(run) else run, output)
     print(f"{path}: {path.stat().st_size / 1000:,.0f} kB, for any browser")
     return 0
+
+
+def convert_model(source: list[str], target: list[str], **options: float | str | None) -> int:
+    """Convert a model, and copy the files of its tokenizer where there are any. Returns the exit code."""
+    # A folder of Hugging Face has them, and so has the folder of a file of params.
+    here, there = (Path(side[1]) if len(side) == 2 else Path(side[0]).parent for side in (source, target))
+    files = copied_files(here) if has_tokenizer(here) and here.absolute() != there.absolute() else {}
+    if files:
+        check_no_other(there, files)
+    status = convert(source, target, **options)  # type: ignore[arg-type]
+    if files:
+        write_tokenizer(there, files, is_for_transformers=len(target) == 2)
+        print(f"copied the tokenizer of {here} to {there}")
+    return status
 
 
 def run_command(command: str, argv: list[str]) -> int:
@@ -214,7 +229,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if command == "doctor":
         return doctor()
-    run = {"tune": tune_preset, "plan": plan_preset, "report": report_run, "convert": convert}[command]
+    run = {"tune": tune_preset, "plan": plan_preset, "report": report_run, "convert": convert_model}[command]
     if command == "tune" and (rates := options.pop("rates")) is not None:
         run, options = tune_rates, {"path": rates}
     try:

@@ -47,6 +47,7 @@ NOT_PUBLIC = ("jax._src", "jax.experimental.hijax", "jax.custom_remat")
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     ("benchmarks/run_costs.py", "jax_fp8.run.checkpoints"): "needs Orbax, and the steps are timed without it",
     ("jax_fp8/cli.py", "jax_fp8.run"): "needs the packages of the extra `train`, which no other command does",
+    ("jax_fp8/run/records.py", "jax_fp8.run"): "its parquet.py needs pyarrow, which text and .jsonl do not",
 }
 
 # Source file: why it has no test file of its own.

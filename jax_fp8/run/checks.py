@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.parallel.mesh import AXES
+from jax_fp8.parallel.mesh import AXES, parse_axes
 from jax_fp8.plan.arithmetic import Setting, memory_of
 from jax_fp8.plan.gpt_plans import shape_of
-from jax_fp8.run.settings import Settings
+from jax_fp8.run.batches import Batches, Packed
+from jax_fp8.run.settings import OF_THE_MODEL, Settings
 
 AT_LEAST = {"steps": 1, "batch_size": 1, "seq_len": 1, "microbatches": 1, "eval_every": 1, "num_layers": 1,
             "num_heads": 1, "keep": 1, "stop_after_skips": 1, "sample_tokens": 0, "checkpoint_every": 0, "chunks": 0,
@@ -26,7 +27,11 @@ AT_LEAST = {"steps": 1, "batch_size": 1, "seq_len": 1, "microbatches": 1, "eval_
 
 def check(settings: Settings) -> None:
     """Raise for settings that no device and no text could be trained with."""
+    if settings.init_from is not None:
+        _check_no_shape(settings)
     for field, least in AT_LEAST.items():
+        if settings.init_from is not None and field in OF_THE_MODEL:
+            continue
         if (value := getattr(settings, field)) < least:
             raise ValueError(f"--{field.replace('_', '-')} must be at least {least}, got {value}")
     if not 0 <= settings.seed < 2**63:
@@ -37,13 +42,14 @@ def check(settings: Settings) -> None:
         )
     if settings.tensorboard and find_spec("tensorboardX") is None:
         raise ValueError("--tensorboard needs tensorboardX, which is not installed; pip install tensorboardX")
-    if settings.hidden_size < 16 or settings.hidden_size % 16:
+    if settings.init_from is None and (settings.hidden_size < 16 or settings.hidden_size % 16):
         raise ValueError(f"--hidden-size must be a multiple of 16 for FP8 GEMMs, got {settings.hidden_size}")
     if settings.name != Path(settings.name).name or settings.name == "..":
         raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder with --output")
     parse_steps(settings.profile, settings.steps)
     _check_recipe(settings)
     _check_processes(settings)
+    _check_data(settings)
 
 
 def parse_steps(text: str, steps: int) -> range:
@@ -58,6 +64,73 @@ def parse_steps(text: str, steps: int) -> range:
             f"say --profile {min(2, steps)}:{min(5, steps)}"
         )
     return range(first, last + 1)
+
+
+def _check_no_shape(settings: Settings) -> None:
+    """Raise where the shape of the model is said twice."""
+    for field in ("preset", *OF_THE_MODEL):
+        if value := getattr(settings, field):
+            raise ValueError(
+                f"--init-from has the shape of the model, got also --{field.replace('_', '-')} {value}; leave one out"
+            )
+    if settings.tokenizer == "bpe":
+        raise ValueError(
+            "--tokenizer bpe learns other tokens than those that the model of --init-from knows; leave it out to take "
+            "the tokenizer of the model"
+        )
+
+
+def _check_data(settings: Settings) -> None:
+    """Raise where options of the data do not fit together."""
+    if settings.tokenizer == "" and settings.init_from is None:
+        raise ValueError(
+            "--tokenizer must be bytes, bpe, a tokenizer.json or a folder that has one, got none; name one"
+        )
+    if settings.chat and settings.text_field:
+        raise ValueError(
+            f"--chat reads conversations from the field messages, got also --text-field {settings.text_field}; leave "
+            "one out"
+        )
+    if settings.chat and settings.tokenizer in ("bytes", "bpe"):
+        raise ValueError(
+            f"--chat needs a tokenizer with a chat template, got --tokenizer {settings.tokenizer}; name the folder of a "
+            "model that answers"
+        )
+    if settings.pack and not settings.text_field:
+        raise ValueError(
+            "--pack keeps the documents of --text-field whole, got none; leave it out: conversations of --chat are "
+            "always whole, and text files are one stream"
+        )
+    if (settings.chat or settings.text_field) and settings.data is None:
+        raise ValueError("--chat and --text-field are for files of records, got no --data; name a .jsonl or .parquet")
+    if not (settings.chat or settings.pack):
+        return
+    option = "--chat" if settings.chat else "--pack"
+    if settings.fp8_attention:
+        raise ValueError(f"attention in FP8 has no documents, got --fp8-attention and {option}; leave one of them out")
+    if parse_axes(settings.mesh).get("pipe", 1) > 1 or settings.remat.startswith("offload"):
+        raise ValueError(
+            f"{option} packs documents into sequences, which pipe and --remat offload:N cannot run, got --mesh "
+            f"{settings.mesh} and --remat {settings.remat}; use another mesh or remat"
+        )
+
+
+def check_start(settings: Settings, model: GPTConfig, tokens: int) -> None:
+    """Raise unless a run can begin with this model.
+
+    Args:
+      tokens: in the vocabulary of the tokenizer.
+    """
+    if settings.seq_len > model.max_seq_len:
+        raise ValueError(
+            f"--seq-len must be at most the {model.max_seq_len} tokens that the model of --init-from reads, got "
+            f"{settings.seq_len}; make it smaller"
+        )
+    if tokens > model.vocab_size:
+        raise ValueError(
+            f"--tokenizer must have at most the {model.vocab_size} tokens of the model of --init-from, got {tokens}; "
+            "name the tokenizer of the model"
+        )
 
 
 def _check_recipe(settings: Settings) -> None:
@@ -189,6 +262,28 @@ def _memory(mesh: Mesh) -> float:
     devices = mesh.local_devices
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
+
+
+def check_size(train: Batches, held_out: Batches, settings: Settings) -> None:
+    """Raise if the data is too small for one batch, or for validation."""
+    if isinstance(train, Packed) and isinstance(held_out, Packed):
+        _check_rows(len(train.rows), len(held_out.rows), settings)
+    else:
+        check_length(train.size, held_out.size, settings)
+
+
+def _check_rows(train: int, held_out: int, settings: Settings) -> None:
+    if train < settings.batch_size:
+        raise ValueError(
+            f"--data must fill at least one batch of {settings.batch_size} sequences of --seq-len {settings.seq_len}, "
+            f"got {train}; give more documents, or a smaller --batch-size or --seq-len"
+        )
+    if not held_out:
+        where = "--data must leave" if settings.validation_data is None else "--validation-data must hold"
+        raise ValueError(
+            f"{where} a document with something to learn for validation, got none; give more documents, or "
+            "--validation-data"
+        )
 
 
 def check_length(train: int, held_out: int, settings: Settings) -> None:

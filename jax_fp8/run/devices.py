@@ -11,7 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_fp8.core.types import Batch
 from jax_fp8.parallel.mesh import AXES, DATA, FSDP, parse_axes
+from jax_fp8.run.batches import HostBatch
 from jax_fp8.run.settings import Settings
 
 MESSAGE_BYTES = 2**14  # of the message that the first process can broadcast
@@ -46,16 +48,18 @@ def own_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(batch_size)[index] for index in indices]))
 
 
-def on_mesh(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """A batch (rows, seq), or several (count, rows, seq), as an array of the whole mesh; `rows` are those of this
+def on_mesh(mesh: Mesh, batch: HostBatch) -> Batch:
+    """A batch (rows, seq), or several (count, rows, seq), as arrays of the whole mesh; the rows are those of this
     process.
 
     On one device the array has no mesh, and neither do the params: with another kind of sharding, jax would compile the
     step once more.
     """
     if mesh.size == 1:
-        return jax.device_put(rows, mesh.devices.item())
-    return jax.make_array_from_process_local_data(_by_sequence(mesh, rows.ndim - 2), rows)
+        return jax.device_put(batch, mesh.devices.item())
+    return jax.tree.map(
+        lambda rows: jax.make_array_from_process_local_data(_by_sequence(mesh, rows.ndim - 2), rows), batch
+    )
 
 
 def _by_sequence(mesh: Mesh, dim: int) -> NamedSharding:
@@ -94,7 +98,12 @@ def all_end(step: int) -> bool:
 
 def fingerprint(*parts: bytes) -> bytes:
     """32 bytes that differ if any part differs."""
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+    return joined(*(hashlib.sha256(part).digest() for part in parts))
+
+
+def joined(*digests: bytes) -> bytes:
+    """32 bytes that differ if any of these SHA-256 digests differs."""
+    return hashlib.sha256(b"".join(digests)).digest()
 
 
 def agree(own: bytes = CANNOT) -> None:

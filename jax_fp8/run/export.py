@@ -11,14 +11,20 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+import jax.numpy as jnp
 import tyro
 
-from jax_fp8.core.files import Unreadable, read_text, write_text
+from jax_fp8.core.types import PyTree
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.huggingface.config_json import family_of
+from jax_fp8.models.huggingface.weights import save_huggingface
 from jax_fp8.models.params_file import save_params
 from jax_fp8.report.run_format import TOKENIZER
 from jax_fp8.run import command_line
-from jax_fp8.run.generate import PARAMS, Request, find, load_run
-from jax_fp8.run.text import PairEncoder
+from jax_fp8.run.encoders import Encoder
+from jax_fp8.run.settings import Settings
+from jax_fp8.run.tokenizer_files import check_no_other, write_tokenizer
+from jax_fp8.run.trained import PARAMS, find, load_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,31 +47,38 @@ def export(wanted: Export) -> str:
     """Write the file, and return a sentence that says what was written."""
     if wanted.to.suffix != PARAMS:
         raise ValueError(f"--to must be a file with the ending {PARAMS}, got {wanted.to}")
-    trained = load_run(find(Request(run=wanted.run, output=wanted.output)))
-    tokenizer_file = wanted.to.with_name(TOKENIZER)
-    tokenizer = trained.encoder.text() if isinstance(trained.encoder, PairEncoder) else None
-    check_no_other(tokenizer_file, tokenizer)
+    trained = load_run(find(wanted.run, wanted.output))
+    tokenizer, folder = trained.encoder.files(), wanted.to.parent
+    check_no_other(folder, tokenizer)
     save_params(wanted.to, trained.variables["params"], trained.model.config)
-    if tokenizer is None:
+    if not tokenizer:
         return f"{wanted.to} has {trained.origin}; its tokens are bytes"
-    write_text(tokenizer_file, tokenizer)
-    return f"{wanted.to} has {trained.origin}, {tokenizer_file} its tokenizer"
+    write_tokenizer(folder, tokenizer)
+    return f"{wanted.to} has {trained.origin}, {folder / TOKENIZER} its tokenizer"
 
 
-def check_no_other(tokenizer_file: Path, tokenizer: str | None) -> None:
-    """Raise if the file exists and is another model's tokenizer: writing this model's would overwrite it; keeping it
-    would give this model the wrong one.
-    """
-    if not os.path.lexists(tokenizer_file):
-        return
-    try:
-        is_own = read_text(tokenizer_file) == tokenizer
-    except Unreadable:
-        is_own = False
-    if not is_own:
+def check_can_export(settings: Settings, model: GPTConfig) -> None:
+    """Raise before training unless the trained model can be written to --export."""
+    folder = settings.export
+    assert folder is not None
+    if settings.num_processes not in (None, 1) or settings.distributed:
         raise ValueError(
-            f"--to must be in a folder without another model's {TOKENIZER}, got {tokenizer_file}; choose another"
+            "--export writes params that one process has, got several processes; leave it out, and export the last "
+            "checkpoint"
         )
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"--export must name a new or an empty folder, got {folder}; choose another")
+    family_of(model)  # raises where no family has this shape
+
+
+def write_huggingface(settings: Settings, model: GPTConfig, params: PyTree, encoder: Encoder) -> str:
+    """Write the trained model to --export, and return a sentence that says so."""
+    assert settings.export is not None
+    dtype = jnp.dtype(settings.export_dtype) if settings.export_dtype else None
+    save_huggingface(settings.export, model, params, dtype=dtype)
+    names = write_tokenizer(settings.export, encoder.files(), is_for_transformers=True)
+    tokenizer = f"with {', '.join(names)}" if names else "without a tokenizer: its tokens are bytes"
+    return f"{settings.export} has the trained model for Hugging Face, {tokenizer}"
 
 
 def main(argv: list[str]) -> int:

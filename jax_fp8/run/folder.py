@@ -17,9 +17,10 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
-from jax_fp8.core.files import write_bytes, write_text
-from jax_fp8.report.run_format import LOGS, METRICS, PICTURE, TOKENIZER, CannotResume, JsonObject, write_config
+from jax_fp8.core.files import write_bytes
+from jax_fp8.report.run_format import LOGS, METRICS, PICTURE, CannotResume, JsonObject, write_config
 from jax_fp8.run.logs import Log
+from jax_fp8.run.tokenizer_files import write_tokenizer
 
 PICTURE_BYTES = 2**20  # of picture and configuration together, at most
 TRIAL_BYTES = 2**24  # at most so many are written as a trial; for the rest, the disk's free space is compared
@@ -127,11 +128,10 @@ class Folder:
         if self.is_written:
             write_config(self.path, settings, model, computed_with)
 
-    def write_tokenizer(self, text: str) -> None:
-        """Write tokenizer.json, which `generate` and `export` read, unless it is there."""
-        path = self.path / TOKENIZER
-        if self.is_written and not path.exists():
-            write_text(path, text)
+    def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Write the files of the tokenizer, which `generate` and `export` read, those that are not there yet."""
+        if self.is_written:
+            write_tokenizer(self.path, files)
 
     def take_up(self) -> None:
         """Cut the logs of a resumed run back to the rows from before its checkpoint, and read these: training logs the

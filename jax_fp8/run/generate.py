@@ -14,27 +14,18 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
 import numpy as np
 import tyro
 
-from jax_fp8.core.files import Unreadable, read_json
-from jax_fp8.core.types import PyTree, Variables
+from jax_fp8.core.types import PyTree
 from jax_fp8.models.generate import generate
 from jax_fp8.models.gpt import GPT
-from jax_fp8.models.huggingface.weights import load_huggingface
-from jax_fp8.models.limits import config_of
-from jax_fp8.models.params_file import load_config, load_params
-from jax_fp8.report.run_format import CHECKPOINTS, CONFIG, OF_A_MODEL, TOKENIZER
 from jax_fp8.run import command_line
-from jax_fp8.run.checkpoints import Checkpoints, read_last
-from jax_fp8.run.job import make_model
-from jax_fp8.run.settings import settings_from
-from jax_fp8.run.text import ByteEncoder, Encoder, PairEncoder
+from jax_fp8.run.trained import Trained, find, load
 
-PARAMS = ".safetensors"
 TEMPERATURE = 0.8  # of the sample that a run ends with; below 1 prefers likely tokens
 
 
@@ -60,15 +51,6 @@ class Request:
     """The folder that has the run folders."""
 
 
-class Trained(NamedTuple):
-    """A model that can generate; `origin` says where it is from, for a message."""
-
-    model: GPT
-    variables: Variables
-    encoder: Encoder
-    origin: str
-
-
 def read_request(argv: list[str]) -> Request:
     return command_line.read(Request, argv, "generate")
 
@@ -91,69 +73,6 @@ def check(request: Request) -> None:
         )
     if not 0 <= request.seed < 2**63:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {request.seed}")
-
-
-def find(request: Request) -> Path:
-    """The run's folder, or the model's folder or file."""
-    paths = [Path(request.run), request.output / request.run]
-    existing = next((path for path in paths if path.is_dir() or (path.suffix == PARAMS and path.is_file())), None)
-    if existing is None:
-        raise ValueError(
-            f"a run must be a folder, or the name of one in {request.output}, got {request.run!r}; name one that exists"
-        )
-    return existing
-
-
-def load(path: Path) -> Trained:
-    """The model of a run, of a Hugging Face folder, or of a file of params."""
-    return load_converted(path) if path.is_file() or _is_of_huggingface(path) else load_run(path)
-
-
-def load_converted(path: Path) -> Trained:
-    """The model of a Hugging Face folder, with its tokenizer, or of a file of params, whose tokenizer is beside it."""
-    if path.is_file():
-        config, params, tokenizer = load_config(path), load_params(path), path.with_name(TOKENIZER)
-    else:
-        (config, params), tokenizer = load_huggingface(path), path / TOKENIZER
-    if not tokenizer.is_file():
-        raise ValueError(f"{tokenizer} must have the tokenizer of the model, got no such file; copy it there")
-    model = GPT(config, recipe=None)
-    return Trained(
-        model, {"params": jax.device_put(params)}, PairEncoder.load(tokenizer, "copy it again"), f"{path}, bf16"
-    )
-
-
-def _is_of_huggingface(folder: Path) -> bool:
-    """Only Hugging Face's config.json has a "model_type"; runs have a config.json, too."""
-    try:
-        return "model_type" in read_json(folder / CONFIG, constant=float)
-    except Unreadable:  # a run whose config.json is missing or damaged can generate all the same
-        return False
-
-
-def load_run(run: Path) -> Trained:
-    """The model of a run, with the variables of its last checkpoint."""
-    notes = read_last(run / CHECKPOINTS, OF_A_MODEL)
-    if notes is None:
-        raise ValueError(f"{run} must have a checkpoint, got none; train with --checkpoint-every")
-    settings = settings_from(notes["settings"])
-    encoder = ByteEncoder() if settings.tokenizer == "bytes" else _pairs(run, notes["tokenizer"])
-    model = make_model(settings, config_of(notes["model"], str(run)), settings.recipe)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), np.int32))
-    with Checkpoints(run / CHECKPOINTS, every=0, keep=1, resume=True) as checkpoints:
-        variables = checkpoints.restore_variables(shapes)
-    return Trained(model, variables, encoder, f"{run} after step {notes['step']}, {settings.recipe}")
-
-
-def _pairs(run: Path, identity: str) -> PairEncoder:
-    """The byte-pair tokenizer of a run, which must have the identity that the checkpoint notes."""
-    path = run / TOKENIZER
-    if not path.is_file():
-        raise ValueError(f"{path} must have the tokenizer of the run, got no such file; resume the run to write it")
-    encoder = PairEncoder.load(path, "remove it, and resume the run to write it again")
-    if encoder.identity != identity:
-        raise ValueError(f"{path} must be the tokenizer of the checkpoint, got another one; put back that of the run")
-    return encoder
 
 
 def continued(trained: Trained, request: Request) -> str:
@@ -199,7 +118,7 @@ def main(argv: list[str]) -> int:
     try:
         request = read_request(argv)
         check(request)
-        trained = load(find(request))
+        trained = load(find(request.run, request.output))
         print(trained.origin, file=sys.stderr)
         print(continued(trained, request))
     except (ValueError, OSError) as error:

@@ -1,10 +1,13 @@
-"""A run before its first step: settings become tokens, the model's config and a mesh; these become model and step.
+"""A run before its first step: settings become data, the model's config and a mesh; these become model and step.
 
-settings → tokens, config, mesh → Job     raises every error of the settings before anything is computed
+settings → data, config, mesh → Job       raises every error of the settings before anything is computed
 Job, recipe → model, step
 """
 
+import dataclasses
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -17,29 +20,35 @@ from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.plan.gpt_plans import head_in, layers_in
-from jax_fp8.report.run_format import JsonObject
+from jax_fp8.report.run_format import CHECKPOINTS, OF_A_RUN, JsonObject
 from jax_fp8.run import checks
-from jax_fp8.run.devices import fingerprint, make_mesh, own_rows
+from jax_fp8.run.batches import Batches
+from jax_fp8.run.checkpoints import read_last
+from jax_fp8.run.data import read_data
+from jax_fp8.run.devices import joined, make_mesh, own_rows
+from jax_fp8.run.encoders import Encoder, is_file
+from jax_fp8.run.export import check_can_export
 from jax_fp8.run.optimizer import make_optimizer
 from jax_fp8.run.resuming import describe_run
 from jax_fp8.run.settings import Settings
-from jax_fp8.run.text import ByteEncoder, Encoder, PairEncoder, read_corpus, standard_library, user_files
+from jax_fp8.run.start import Start, begin_from
+from jax_fp8.run.trained import encoder_of, make_model
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.train.step import TrainStep
 from jax_fp8.train.train_step import make_train_step
 
 
 class Job(NamedTuple):
-    """Everything that the two runs of `--compare` share: settings, model config, tokens and devices."""
+    """Everything that the two runs of `--compare` share: settings, model config, data and devices."""
 
     settings: Settings
     model: GPTConfig
     encoder: Encoder
-    train: np.ndarray  # (tokens,)
-    held_out: np.ndarray  # (tokens,)
+    train: Batches
+    held_out: Batches
     mesh: Mesh
     description: JsonObject  # part of the notes of every checkpoint
+    start: Start | None = None  # the model that training begins with; None: the seed's parameters
 
     @property
     def rows(self) -> np.ndarray:
@@ -47,12 +56,52 @@ class Job(NamedTuple):
         return own_rows(self.mesh, self.settings.batch_size)
 
 
-def prepare(settings: Settings) -> Job:
-    """Read the text and check everything that can be wrong, before anything is computed."""
+def prepare(settings: Settings, run: Path | None = None) -> Job:
+    """Read the data and check everything that can be wrong, before anything is computed.
+
+    Args:
+      run: the folder of the run to resume, if it has a checkpoint already.
+    """
     mesh = make_mesh(settings.mesh)
-    encoder, train, held_out = read_tokens(settings)
-    checks.check_length(len(train), len(held_out), settings)
-    model = GPTConfig.preset(
+    start = None if settings.init_from is None else begin_from(settings, run)
+    encoder, train, held_out = read_data(settings, encoder_to_use(settings, start, run))
+    checks.check_size(train, held_out, settings)
+    model = model_of(settings, encoder, start)
+    checks.check_memory(settings, mesh, model)
+    text = joined(train.digest, held_out.digest).hex()[:16]
+    description = describe_run(settings, model, encoder.identity, text)
+    job = Job(settings, model, encoder, train, held_out, mesh, description, start)
+    if settings.export is not None:
+        check_can_export(settings, model)
+    model_and_step = make_step(job, settings.recipe)  # the library raises here if it cannot make the step,
+    checks.check_on_mesh(settings, mesh, model)
+    state_shapes(job, *model_and_step)  # and here if the mesh cannot split the params
+    return job
+
+
+def encoder_to_use(settings: Settings, start: Start | None, run: Path | None) -> Encoder | None:
+    """The tokenizer, where it is known before the data is read: that of --init-from, or the copy in the folder of a run
+    that is resumed, when the files that it was copied from are gone.
+    """
+    if start is not None and settings.tokenizer == "":
+        if start.encoder is None:
+            raise ValueError(
+                f"--init-from {settings.init_from} must have a tokenizer.json, got none; name the tokenizer with "
+                "--tokenizer"
+            )
+        return start.encoder
+    if run is not None and is_file(settings.tokenizer) and not os.path.exists(settings.tokenizer):
+        notes = read_last(run / CHECKPOINTS, OF_A_RUN)
+        return None if notes is None else encoder_of(run, notes)
+    return None
+
+
+def model_of(settings: Settings, encoder: Encoder, start: Start | None) -> GPTConfig:
+    """The shape of the model: that of --init-from, or a preset with the vocabulary of the tokenizer."""
+    if start is not None:
+        checks.check_start(settings, start.model, encoder.vocab_size)
+        return dataclasses.replace(start.model, dropout_rate=settings.dropout)
+    return GPTConfig.preset(
         settings.preset,
         vocab_size=-(-encoder.vocab_size // 128) * 128,  # a multiple of 128: GEMMs of such sizes are fast
         max_seq_len=settings.seq_len,
@@ -60,39 +109,6 @@ def prepare(settings: Settings) -> Job:
         num_layers=settings.num_layers,
         num_heads=settings.num_heads,
         dropout_rate=settings.dropout,
-    )
-    checks.check_memory(settings, mesh, model)
-    text = fingerprint(train.tobytes(), held_out.tobytes()).hex()[:16]
-    description = describe_run(settings, model, encoder.identity, text)
-    job = Job(settings, model, encoder, train, held_out, mesh, description)
-    model_and_step = make_step(job, settings.recipe)  # the library raises here if it cannot make the step,
-    checks.check_on_mesh(settings, mesh, model)
-    state_shapes(job, *model_and_step)  # and here if the mesh cannot split the params
-    return job
-
-
-def read_tokens(settings: Settings) -> tuple[Encoder, np.ndarray, np.ndarray]:
-    """The tokenizer, and the tokens to train on and to validate on."""
-    files = standard_library() if settings.data is None else user_files(settings.data)
-    validation = settings.validation_data
-    corpus = read_corpus(files, None, None if validation is None else user_files(validation, "--validation-data"))
-    if settings.tokenizer == "bytes":
-        encoder = ByteEncoder()
-    else:
-        encoder = PairEncoder.trained_on(corpus.train, settings.vocab_size, settings.cache)
-    return encoder, encoder.encode(corpus.train), encoder.encode(corpus.held_out)
-
-
-def make_model(settings: Settings, config: GPTConfig, recipe: str) -> GPT:
-    """The GPT with one recipe; "bf16" has no FP8 anywhere."""
-    if recipe == "bf16":
-        return GPT(config, recipe=None, remat=settings.remat)
-    return GPT(
-        config,
-        recipe=layers_in(recipe, settings.fast),
-        head_recipe=head_in(recipe) if settings.fp8_head else None,
-        remat=settings.remat,
-        fp8_attention=settings.fp8_attention,
     )
 
 

@@ -29,31 +29,38 @@ from jax_fp8.run.settings import OF_THE_PROCESS, Settings, describe, settings_fr
 
 # Settings that do not change what is computed. A change of the text itself is told by its fingerprint.
 ASIDE = {"resume", "checkpoint_every", "keep", "name", "output", "cache", "data", "validation_data", "compare"}
-ASIDE |= {"sample_tokens", "profile", *OF_THE_PROCESS}
+ASIDE |= {"sample_tokens", "profile", "init_from", "export", "export_dtype", "tokenizer", *OF_THE_PROCESS}
 FLAGS = {"hidden_size": "--hidden-size", "num_layers": "--num-layers", "num_heads": "--num-heads",
          "max_seq_len": "--seq-len"}  # fmt: skip
 
 
-def find_run(settings: Settings, name: str, run: JsonObject) -> Existing | None:
-    """The run to resume; None for a new run.
+def locate_run(settings: Settings, name: str) -> Path | None:
+    """The folder of the run to resume; None for a new run.
 
     Args:
       name: of the new run; `--resume auto` looks for the last run of this name.
-      run: the new run, as `describe_run` describes it. Raises if it cannot continue the one that was found.
     """
     if not settings.resume:
         return None
     if settings.resume == "auto":
-        path = _last_run(settings.output, name)
-    else:
-        folders = settings.output / settings.resume, Path(settings.resume)
-        path = next((folder for folder in folders if steps_in(folder / CHECKPOINTS)), None)
-        if path is None:
-            runs = sorted(folder.name for folder in settings.output.glob("*") if steps_in(folder / CHECKPOINTS))
-            has = f"runs with checkpoints are {', '.join(runs)}" if runs else "--checkpoint-every saves checkpoints"
-            raise CannotResume(
-                f"--resume must name a run with checkpoints in {settings.output}, got {settings.resume!r}; {has}"
-            )
+        return _last_run(settings.output, name)
+    folders = settings.output / settings.resume, Path(settings.resume)
+    path = next((folder for folder in folders if steps_in(folder / CHECKPOINTS)), None)
+    if path is None:
+        runs = sorted(folder.name for folder in settings.output.glob("*") if steps_in(folder / CHECKPOINTS))
+        has = f"runs with checkpoints are {', '.join(runs)}" if runs else "--checkpoint-every saves checkpoints"
+        raise CannotResume(
+            f"--resume must name a run with checkpoints in {settings.output}, got {settings.resume!r}; {has}"
+        )
+    return path
+
+
+def existing_run(path: Path | None, run: JsonObject) -> Existing | None:
+    """The run to resume in this folder; None for a new run.
+
+    Args:
+      run: the new run, as `describe_run` describes it. Raises if it cannot continue the one in the folder.
+    """
     if path is None:
         return None
     rows: dict[str, dict[str, int]] = {}
@@ -117,7 +124,7 @@ def check_same(saved: JsonObject, run: JsonObject) -> None:
     """
     then, now = saved["settings"], run["settings"]
     # Each pair: what a message calls it, its value in the checkpoint, and its value now.
-    pairs = [("--tokenizer", then["tokenizer"], now["tokenizer"])]
+    pairs = [("--tokenizer", _tokenizer_of(saved), _tokenizer_of(run))]
     # FP8 attention has scales of its own in the FP8 state.
     pairs.append(("--fp8-attention", then.get("fp8_attention", False), now["fp8_attention"]))
     if now["tokenizer"] == "bpe":
@@ -125,6 +132,8 @@ def check_same(saved: JsonObject, run: JsonObject) -> None:
         pairs.append(("--data, from which bpe was learnt,", f"text {saved['tokenizer']}", f"text {run['tokenizer']}"))
     no_dropout = {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}  # dropout has no params, so it may change
     before, after = (dataclasses.asdict(config_of(one["model"] | no_dropout, "the notes")) for one in (saved, run))
+    if then.get("init_from") and not now["init_from"]:
+        pairs.append(("--init-from", then["init_from"], "no model to begin with"))
     for field, flag in FLAGS.items():
         pairs.append((flag, before[field], after[field]))
     if before != after:  # older checkpoints have fewer fields
@@ -144,6 +153,12 @@ def check_same(saved: JsonObject, run: JsonObject) -> None:
         raise CannotResume(
             f"--compare needs --recipe {then['recipe']} from the first step on, got {now['recipe']}; leave it out"
         )
+
+
+def _tokenizer_of(run: JsonObject) -> str:
+    """The tokenizer of a run, as notes describe it, in words. One from files is the same wherever they are."""
+    named = run["settings"]["tokenizer"]
+    return named if named in ("bytes", "bpe") else f"the tokenizer {run['tokenizer']}"
 
 
 def differences(saved: JsonObject, run: JsonObject) -> str:

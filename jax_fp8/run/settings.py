@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from jax_fp8.core.files import Unreadable, shown
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.report.run_format import JsonObject, is_count, is_number, read_config
+from jax_fp8.report.run_format import JsonObject, is_count, is_number, is_text, read_config
 from jax_fp8.run import command_line
 
 
@@ -36,12 +36,26 @@ class Settings:
     """Compute attention in FP8, too, for long sequences; needs heads of 128 features, and --recipe delayed."""
     compare: bool = False
     """Train in bfloat16, too, from the same parameters and on the same batches, and plot both losses."""
+    init_from: Path | None = None
+    """Begin with the model of a Hugging Face folder, of a file of params, or of a run of --output: its shape, its
+    params and its tokenizer."""
     data: Path | None = None
-    """A text file, or a folder of text files; by default the sources of Python's standard library."""
+    """A file, or a folder of files: text, .jsonl or .parquet with --text-field or --chat, or .bin with numbers of
+    tokens; by default the sources of Python's standard library."""
     validation_data: Path | None = None
-    """A text file, or a folder of text files, to validate on; by default a twentieth of --data, held out."""
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """One token a byte, or byte-pair encoding learnt from the training text (and cached)."""
+    """A file, or a folder of files, of the same kind, to validate on; by default a twentieth of --data, held out."""
+    text_field: str = ""
+    """The field of .jsonl or .parquet that has the text of a document."""
+    chat: bool = False
+    """The field `messages` of .jsonl or .parquet has a conversation; only what the assistant wrote is learned."""
+    pack: bool = False
+    """With --text-field: keep documents whole, several in a sequence, which do not see each other; by default the text
+    of all documents is one stream, which sequences are cut from."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """The numbers in .bin files."""
+    tokenizer: str = "bytes"
+    """One token a byte (bytes), byte-pair encoding learnt from the training text and cached (bpe), or a tokenizer.json
+    or its folder; with --init-from that of the model by default."""
     vocab_size: int = 16384
     """Size of bpe's vocabulary, at most."""
     steps: int = 450
@@ -76,6 +90,8 @@ class Settings:
     """Dtype in which Adam's first moment is stored."""
     nu_dtype: Literal["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = "float32"
     """Dtype in which Adam's second moment is stored."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the parameters; the optimizer keeps float32 masters of bfloat16 ones."""
     dropout: float = 0.0
     """Dropout rate of the embeddings and of the outputs of attention and MLP; GPT-2 has 0.1."""
     seed: int = 0
@@ -129,15 +145,19 @@ class Settings:
     """FIRST:LAST writes a jax.profiler trace of these steps; step 1 would be mostly compilation."""
     sample_tokens: int = 256
     """Tokens of the text that is generated after training; 0 generates none."""
+    export: Path | None = None
+    """Write the trained model to this new folder at the end, in the format of Hugging Face, with its tokenizer."""
+    export_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Dtype of the exported parameters; by default that in which they are trained."""
     name: str = ""
     """Name of the run's folder; by default the preset and the recipe."""
     output: Path = Path("runs")
     """The folder in which run folders are created."""
     cache: Path = Path.home() / ".cache" / "jax_fp8"
-    """The folder in which trained tokenizers are cached."""
+    """The folder in which trained tokenizers, and the tokens of .jsonl and .parquet files, are cached."""
 
 
-OF_THE_MODEL = ("hidden_size", "num_layers", "num_heads")  # a preset chooses them
+OF_THE_MODEL = ("hidden_size", "num_layers", "num_heads")  # a preset chooses them, or --init-from
 # --config does not repeat these.
 OF_THE_PROCESS = ("config", "resume", "distributed", "coordinator", "num_processes", "process_id")
 
@@ -148,6 +168,14 @@ class Chosen:
 
     preset: str | None = None
     config: Path | None = None
+    init_from: Path | None = None
+
+
+def defaults_of_start(path: Path) -> Settings:
+    """The default settings of a run that begins with this model, which decides its shape and its tokenizer."""
+    return Settings(
+        preset="", init_from=path, tokenizer="", steps=1000, eval_every=100, seq_len=1024, learning_rate=2e-5
+    )
 
 
 def defaults(preset: str) -> Settings:
@@ -168,9 +196,13 @@ def parse(argv: list[str]) -> Settings:
     """The settings of a command line."""
     chosen = command_line.read_part(Chosen, argv)  # their values decide the defaults for the second reading
     if chosen.config is None:
-        return command_line.read(Settings, argv, "train", default=defaults(chosen.preset or Settings.preset))
+        start = defaults_of_start(chosen.init_from) if chosen.init_from else defaults(chosen.preset or Settings.preset)
+        return command_line.read(Settings, argv, "train", default=start)
     saved = repeated(chosen.config)
-    if chosen.preset not in (None, saved.preset):
+    if chosen.init_from is not None and saved.init_from is None:
+        own = defaults_of_start(chosen.init_from)
+        saved = dataclasses.replace(saved, **{name: getattr(own, name) for name in ("preset", *OF_THE_MODEL)})
+    elif chosen.preset not in (None, saved.preset) and saved.init_from is None:
         own = defaults(chosen.preset)
         saved = dataclasses.replace(saved, **{name: getattr(own, name) for name in OF_THE_MODEL})
     return dataclasses.replace(command_line.read(Settings, argv, "train", default=saved), config=None)
@@ -187,7 +219,8 @@ def repeated(path: Path) -> Settings:
         if not isinstance(preset, str):
             raise Unreadable(f"settings whose preset is {shown(preset)}")
         repeated_ones = {name: value for name, value in described.items() if name not in OF_THE_PROCESS}
-        return settings_from(repeated_ones, defaults(preset))
+        start = described.get("init_from")
+        return settings_from(repeated_ones, defaults_of_start(Path(start)) if is_text(start) else defaults(preset))
     except ValueError as error:
         raise ValueError(f"--config must be the config.json of a run of this version, got {error} in {path}") from None
 

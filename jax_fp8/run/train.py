@@ -20,23 +20,26 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_fp8.core.types import Batch, Variables
+from jax_fp8.models.batch import CountedBatch, counted
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.report.run_format import BASELINE, CHECKPOINTS, PROFILE, CannotResume
+from jax_fp8.run.batches import BadTokens
 from jax_fp8.run.checkpoints import CannotSave, Checkpoints
 from jax_fp8.run.checks import check, parse_steps
 from jax_fp8.run.command_line import REFUSED, complain
-from jax_fp8.run.devices import agree, all_end, fingerprint, is_first, on_mesh, start, tell_all
+from jax_fp8.run.devices import agree, all_end, fingerprint, is_first, joined, on_mesh, start, tell_all
+from jax_fp8.run.encoders import is_file
+from jax_fp8.run.export import write_huggingface
 from jax_fp8.run.folder import Folder, versions
 from jax_fp8.run.generate import sample
 from jax_fp8.run.job import Job, init_arguments, make_step, prepare, state_shapes
@@ -44,18 +47,16 @@ from jax_fp8.run.leaving import FAILED, Leaving
 from jax_fp8.run.logs import Logbook, bytes_of_logs
 from jax_fp8.run.profiling import Profile
 from jax_fp8.run.progress import Progress, Speed
-from jax_fp8.run.resuming import find_run, interruption
+from jax_fp8.run.resuming import existing_run, interruption, locate_run
 from jax_fp8.run.settings import Settings, describe, parse
 from jax_fp8.run.spikes import Watch
-from jax_fp8.run.text import PairEncoder, training_batch, validation_batches
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.step import TrainStep
 
 # Settings in which the processes of one run may differ.
 OF_ONE_PROCESS = {"coordinator", "process_id", "data", "validation_data", "output", "cache", "config"}
-VALIDATION_BATCHES = 8  # at least
-VALIDATION_TOKENS = 2**15  # at least, if so many are held out: the mean over fewer tokens is too noisy
+OF_ONE_PROCESS |= {"init_from", "tokenizer"}
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells; leaving.py has that of other signals
 
 
@@ -78,16 +79,20 @@ def main(argv: list[str]) -> int:
 def begin(settings: Settings) -> tuple[Job, Folder]:
     """The job and the folder of its run. Returns once all processes have both, and raises if they disagree."""
     try:
-        job = prepare(settings)
-        name = settings.name or f"{settings.preset}-{settings.recipe}"
-        existing = find_run(settings, name, job.description) if is_first() else None
+        name = settings.name or f"{model_name(settings)}-{settings.recipe}"
+        # Of a model that a run began with, and of its tokenizer, every process reads the copies in the run's folder.
+        has_copies = settings.init_from is not None or is_file(settings.tokenizer)
+        run = locate_run(settings, name) if has_copies or is_first() else None
+        job = prepare(settings, run)
+        existing = existing_run(run, job.description) if is_first() else None
         folder = Folder(settings.output, name, bytes_of_logs(settings), is_first(), existing)
     except (ValueError, OSError):
         agree()
         raise
     shared = {name: value for name, value in dataclasses.asdict(settings).items() if name not in OF_ONE_PROCESS}
     try:
-        agree(fingerprint(repr(shared).encode(), job.train.tobytes(), job.held_out.tobytes()))
+        tokenizer = job.encoder.identity.encode()
+        agree(joined(fingerprint(repr(shared).encode(), tokenizer), job.train.digest, job.held_out.digest))
     except ValueError:
         folder.remove()
         raise
@@ -107,12 +112,15 @@ def train(job: Job, recipe: str, folder: Folder, checkpoints: Checkpoints, leavi
     shape, rows = (settings.batch_size, settings.seq_len), job.rows
     model, train_step = make_step(job, recipe)
 
-    def batch(step: int) -> jax.Array:
-        return on_mesh(job.mesh, training_batch(job.train, step, settings.seed, *shape, rows))
+    def batch(step: int) -> Batch:
+        return on_mesh(job.mesh, job.train.training(step, rows))
 
     state = first_state(job, model, train_step, batch, checkpoints)
     folder.take_up()
-    held_out, mean_loss = validation(job), make_validation(next_token_loss(model, deterministic=True))
+    held_out, mean_loss = (
+        on_mesh(job.mesh, job.held_out.validation(rows)),
+        make_validation(next_token_loss(model, deterministic=True)),
+    )
 
     def validate() -> jax.Array:
         with progress.calling("validation"):
@@ -145,18 +153,11 @@ def train(job: Job, recipe: str, folder: Folder, checkpoints: Checkpoints, leavi
     return Trained(model, state.variables, progress.val_loss)
 
 
-def validation(job: Job) -> jax.Array:
-    """Batches of held-out text (count, batch, seq + 1), with at least VALIDATION_TOKENS tokens if there are so many."""
-    wanted, shape = min(VALIDATION_TOKENS, len(job.held_out)), (job.settings.batch_size, job.settings.seq_len)
-    count = max(VALIDATION_BATCHES, math.ceil(wanted / math.prod(shape)))
-    return on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
-
-
 def first_state(
     job: Job, model: GPT, train_step: TrainStep, batch: Callable[[int], Batch], checkpoints: Checkpoints
 ) -> TrainState:
     """The state of the last checkpoint, with new scales if another recipe saved it; for a new run, the state of the
-    seed's parameters.
+    seed's parameters, or of the model that it begins with.
 
     Args:
       batch: gives the batch of a step, from which new scales are computed.
@@ -165,9 +166,11 @@ def first_state(
     if checkpoints.every or checkpoints.last is not None:
         checkpoints.check_room(shapes)
     if checkpoints.last is None:
-        state = train_step.init_state(*arguments)
+        state = new_state(job, model, train_step)
         # The step returns arrays that are committed to their device. For uncommitted ones jax would compile it twice.
-        return jax.device_put(state, job.mesh.devices.item()) if job.mesh.size == 1 else state
+        state = jax.device_put(state, job.mesh.devices.item()) if job.mesh.size == 1 else state
+        # Params that were trained have a loss that says something, also before the first step would find their scales.
+        return state if job.start is None else train_step.warm_start(state, batch(1))
 
     def new_fp8() -> Variables:
         return jax.jit(lambda *inputs: model.init(*inputs)["fp8"])(*arguments[1:])
@@ -176,18 +179,38 @@ def first_state(
     return train_step.warm_start(state, batch(checkpoints.last["step"] + 1)) if is_new else state
 
 
+def new_state(job: Job, model: GPT, train_step: TrainStep) -> TrainState:
+    """The state before the first step. Params of a model to begin with go to their shards as they are."""
+    init, *arguments = init_arguments(job, model)
+    if job.start is None:
+        return train_step.init_state(init, *arguments)
+    params = job.start.load(job.settings.param_dtype)
+    return train_step.init_state(lambda *inputs: {**init(*inputs), "params": params}, *arguments)
+
+
 def make_validation(
     loss_fn: Callable[[Variables, Batch], jax.Array],
 ) -> Callable[[Variables, Batch], jax.Array]:
     """The mean loss of batches (count, batch, seq + 1) as one program, for which the host does not wait. The variables
-    keep their shardings from training, by which XLA partitions the program.
+    keep their shardings from training, by which XLA partitions the program. Where only some tokens are learned, it is
+    the mean over these of all batches.
     """
 
     @jax.jit
     def mean_loss(variables: Variables, batches: Batch) -> jax.Array:
+        if isinstance(batches, Mapping):
+            batches = counted_together(batches)
         return jnp.mean(jax.lax.map(partial(loss_fn, variables), batches))
 
     return mean_loss
+
+
+def counted_together(batches: Mapping[str, jax.Array]) -> Batch:
+    """Batches (count, batch, seq + 1) that all know how many tokens are learned in all of them."""
+    count, rows = batches["tokens"].shape[:2]
+    whole = counted(jax.tree.map(lambda array: array.reshape(count * rows, -1), batches), None)
+    assert isinstance(whole, CountedBatch), "documents have tokens that are not learned"
+    return jax.tree.map(lambda array: array.reshape(count, rows, *array.shape[1:]), whole)
 
 
 def run_or_say_why(job: Job, folder: Folder) -> int:
@@ -204,6 +227,8 @@ def run_or_say_why(job: Job, folder: Folder) -> int:
             return _complain(interruption(job.settings, folder.path, folder.rows), leaving.status)
         except CannotResume as error:
             return _complain(error, REFUSED)
+        except BadTokens as error:
+            return _complain(error, FAILED)
         except FloatingPointError as error:
             folder.plot(title(job))
             return _complain(error, FAILED)
@@ -219,7 +244,12 @@ def run_or_say_why(job: Job, folder: Folder) -> int:
 
 
 def title(job: Job) -> str:
-    return f"{job.settings.preset}, {job.model.num_layers} layers, {job.model.hidden_size} wide"
+    return f"{model_name(job.settings)}, {job.model.num_layers} layers, {job.model.hidden_size} wide"
+
+
+def model_name(settings: Settings) -> str:
+    """The preset, or the name of the model that the run begins with."""
+    return settings.preset if settings.init_from is None else settings.init_from.absolute().name
 
 
 def run(job: Job, folder: Folder, leaving: Leaving) -> int:
@@ -233,20 +263,24 @@ def run(job: Job, folder: Folder, leaving: Leaving) -> int:
 
     if existing is None or not existing.rows:
         folder.write_config(describe(settings), dataclasses.asdict(job.model), computed_with)
-    if isinstance(job.encoder, PairEncoder):
-        folder.write_tokenizer(job.encoder.text())
+    folder.write_tokenizer(job.encoder.files())
     print(
-        f"{settings.preset}: {settings.num_layers} layers, {settings.hidden_size} wide, on {computed_with['device']}; "
-        f"{len(job.train):,} tokens to train on, {len(job.held_out):,} held out"
+        f"{model_name(settings)}: {job.model.num_layers} layers, {job.model.hidden_size} wide, on "
+        f"{computed_with['device']}; {job.train.size:,} tokens to train on, {job.held_out.size:,} held out"
     )
     trained = train_with(settings.recipe, CHECKPOINTS)
     baseline = train_with("bf16", BASELINE) if settings.compare else None
     folder.plot(title(job))
     if settings.sample_tokens:
-        prompt = job.held_out[: settings.seq_len].astype(np.int32)
+        prompt = job.held_out.prompt()
         text = sample(trained.model, trained.variables, prompt, settings.sample_tokens, settings.seed)
         prompt, text = job.encoder.decode(prompt), job.encoder.decode(text)
         print(f"\n--- after the held-out text\n{prompt}\n--- the model generates\n{text}\n---")
+    if settings.export is not None:
+        try:
+            print(write_huggingface(settings, job.model, trained.variables["params"], job.encoder))
+        except ValueError as error:
+            raise CannotSave(str(error)) from error
     summary = f"validation loss: {settings.recipe} {trained.val_loss:.4f}"
     if baseline is not None:
         difference = 100 * (trained.val_loss / baseline.val_loss - 1)

@@ -63,7 +63,7 @@ WRONG = [
     *((path, value) for path in MISSING for value in (None, True, ["a", 2], "x" * 10**5) if (path, value) not in (
         ("tokenizer", "x" * 10**5), ("text", "x" * 10**5))),
     ("step", -5), ("step", 8.5), ("step", 9), ("step", 10**400), ("step", "8"),
-    ("settings", {}), ("settings.recipe", "fp4"), ("settings.recipe", ["delayed"]), ("settings.tokenizer", "words"),
+    ("settings", {}), ("settings.recipe", "fp4"), ("settings.recipe", ["delayed"]), ("settings.tokenizer", 7),
     ("settings.vocab_size", "300"), ("settings.fast", 1), ("settings.steps", 2.5), ("settings.learning_rate", "low"),
     ("settings.learning_rate", 10**400), ("settings.output", 3),
     ("model", {}), ("model.num_layers", 10**9), ("model.hidden_size", "128"), ("model.norm", ["a"]),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8.run import devices, folder, generate, logs, progress, settings, spikes, text, train
+from jax_fp8.run import batches, devices, folder, generate, logs, progress, settings, spikes, train
 
 
 def test_a_mesh_has_its_axes_in_one_order():
@@ -49,9 +49,9 @@ def test_each_process_reads_its_own_rows(axes, rows, monkeypatch):
     own = devices.own_rows(made, 16)
     assert list(own) == list(rows)
     tokens = np.arange(1000) % 251
-    assert (text.training_batch(tokens, 3, 0, 16, 8, own) == text.training_batch(tokens, 3, 0, 16, 8)[own]).all()
-    validation = text.validation_batches(tokens, 4, 16, 8)
-    assert (text.validation_batches(tokens, 4, 16, 8, own) == validation[:, own]).all()
+    assert (batches.training_batch(tokens, 3, 0, 16, 8, own) == batches.training_batch(tokens, 3, 0, 16, 8)[own]).all()
+    validation = batches.validation_batches(tokens, 4, 16, 8)
+    assert (batches.validation_batches(tokens, 4, 16, 8, own) == validation[:, own]).all()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_only_the_first_process_writes(tmp_path, capsys):
     def run(name, is_written):
         written = folder.Folder(tmp_path, name, 10, is_written)
         written.write_config({}, {}, {})
-        written.write_tokenizer("")
+        written.write_tokenizer({"tokenizer.json": b""})
         with logs.Logbook(written, "delayed", True) as log:
             looks = spikes.Watch(log, settings.Settings())
             with progress.Progress(log, 2, 16, speed, looks) as shown:

@@ -2,6 +2,7 @@
 
 import json
 
+import chats
 import jax
 import numpy as np
 import pytest
@@ -68,3 +69,25 @@ def test_what_cannot_be_written(arguments, sentence, run, tmp_path):
     assert (status, said) == (2, "")
     assert sentence in error and len(error.splitlines()) == 1 and error.startswith("python -m jax_fp8 export: ")
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_tokenizer_files_go_with_a_converted_model(tmp_path, capsys):
+    """In both directions, and never over those of another model."""
+    config, _ = chats.write_model(tmp_path / "theirs")
+    chats.write_tokenizer(tmp_path / "theirs", in_file_of_its_own=True)
+    (tmp_path / "mine").mkdir()
+    names = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    into = ["convert", "--from", "huggingface", str(tmp_path / "theirs"), "--to", str(tmp_path / "mine/a.safetensors")]
+    assert cli.main(into) == 0
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["a.safetensors", *names]
+    back = ["convert", "--from", into[-1], "--to", "huggingface", str(tmp_path / "again")]
+    assert cli.main(back) == 0
+    for name in names:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    assert fp8.load_huggingface(tmp_path / "again")[0] == config
+    capsys.readouterr()
+    (tmp_path / "mine/tokenizer.json").write_text("{}")
+    (tmp_path / "mine/a.safetensors").unlink()
+    assert cli.main(into) == 1
+    assert "without another model's tokenizer.json" in capsys.readouterr().err
+    assert not (tmp_path / "mine/a.safetensors").exists()

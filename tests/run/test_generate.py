@@ -10,8 +10,8 @@ import tokenizers
 
 import jax_fp8 as fp8
 from jax_fp8 import cli
-from jax_fp8.run import checkpoints, generate, job, resuming, settings
-from jax_fp8.run.text import ByteEncoder, PairEncoder
+from jax_fp8.run import checkpoints, generate, job, resuming, settings, trained
+from jax_fp8.run.encoders import ByteEncoder, LibraryEncoder
 
 CONFIG = fp8.GPTConfig(vocab_size=256, num_layers=1, num_heads=2, hidden_size=32, max_seq_len=16)
 
@@ -65,7 +65,7 @@ def test_a_model_writes_as_it_was_saved(save, write):
     )
     assert (other != expected).any()  # negative control: other params write something else
 
-    loaded = generate.load(run)
+    loaded = trained.load(run)
     assert (loaded.model.recipe, loaded.model.head_recipe) == (model.recipe, fp8.CurrentScaling())
     jax.tree.map(np.testing.assert_array_equal, loaded.variables, variables)
 
@@ -81,13 +81,13 @@ def test_a_model_writes_as_it_was_saved(save, write):
 
 
 def test_the_tokenizer_is_the_runs(save, write, book, tmp_path):
-    encoder = PairEncoder.trained_on(book.read_bytes(), 256 + 20, tmp_path)
+    encoder = LibraryEncoder.trained_on(book.read_bytes(), 256 + 20, tmp_path)
     run, *_ = save("mine", tokenizer="bpe", identity=encoder.identity, recipe="bf16")
     arguments = ["mine", "--prompt", "model", "--tokens", "3"]
     assert "tokenizer.json must have the tokenizer of the run, got no such file" in write(*arguments)[2]
     (run / "tokenizer.json").write_text(encoder.text())
     assert write(*arguments)[0] == 0
-    other = PairEncoder.trained_on(book.read_bytes(), 256 + 10, tmp_path)
+    other = LibraryEncoder.trained_on(book.read_bytes(), 256 + 10, tmp_path)
     (run / "tokenizer.json").write_text(other.text())
     assert "must be the tokenizer of the checkpoint, got another one" in write(*arguments)[2]
 

@@ -8,7 +8,8 @@ from jax_fp8.core.recipe import BlockScaling, CurrentScaling
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.plan.gpt_plans import RECIPES
 from jax_fp8.run.checks import check
-from jax_fp8.run.job import make_model, parallelism, prepare, read_tokens
+from jax_fp8.run.data import read_data
+from jax_fp8.run.job import make_model, parallelism, prepare
 from jax_fp8.run.settings import Settings, defaults, parse
 
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16".split()
@@ -67,7 +68,11 @@ def test_validation_data_of_its_own(book, tmp_path):
     """Then nothing of the other is held out."""
     other = tmp_path / "other.txt"
     other.write_text("another book " * 9)
-    _, train, held_out = read_tokens(Settings(data=book))
+    _, train, held_out = (
+        part if number == 0 else part.tokens for number, part in enumerate(read_data(Settings(data=book)))
+    )
     assert bytes(train) + bytes(held_out) == book.read_bytes() and len(held_out) == len(book.read_bytes()) // 20
-    _, train, held_out = read_tokens(Settings(data=book, validation_data=other))
+    _, train, held_out = (
+        p if i == 0 else p.tokens for i, p in enumerate(read_data(Settings(data=book, validation_data=other)))
+    )
     assert (bytes(train), bytes(held_out)) == (book.read_bytes(), other.read_bytes())

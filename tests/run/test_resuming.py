@@ -1,6 +1,4 @@
-"""Runs that continue: as if they had not been interrupted, on another mesh, in another recipe; and which
-run that is.
-"""
+"""Runs that continue, as if never interrupted: on another mesh, in another recipe; and which run that is."""
 
 import dataclasses
 import json
@@ -15,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.report.run_format import CannotResume
+from jax_fp8.run import batches as batching
 from jax_fp8.run import resuming, spikes, train
 from jax_fp8.run.checkpoints import read_last
 from jax_fp8.run.settings import Settings
@@ -31,7 +30,7 @@ class Runs:
         self.output = output
         self._read = read_last
         self._options = [*SMALL, "--data", str(book), "--output", str(output)]
-        self._monkeypatch, self._batch = monkeypatch, train.training_batch
+        self._monkeypatch, self._batch = monkeypatch, batching.training_batch
 
     def __call__(self, *options, stop=None, number=signal.SIGINT, at=(None, None)):
         """The exit status; with `stop`, a signal while the batch of that step is made; `at` a step, do something."""
@@ -43,7 +42,7 @@ class Runs:
                 at[1]()
             return self._batch(tokens, step, *others)
 
-        self._monkeypatch.setattr(train, "training_batch", training_batch)
+        self._monkeypatch.setattr(batching, "training_batch", training_batch)
         return train.main([*self._options, *options])
 
     def losses(self, name):
@@ -237,6 +236,13 @@ def test_another_tokenizer_or_preset_of_the_same_size():
         resuming.check_same(bpe | {"step": 1}, other)
 
 
+def test_a_tokenizer_of_files_is_the_same_wherever_they_are():
+    saved, now = described(tokenizer="here") | {"step": 1, "tokenizer": "ab"}, described(tokenizer="there")
+    resuming.check_same(saved, now | {"tokenizer": "ab"})
+    with pytest.raises(ValueError, match=r"--tokenizer must be the tokenizer ab as in .* got the tokenizer ef"):
+        resuming.check_same(saved, now | {"tokenizer": "ef"})
+
+
 def test_a_preset_that_has_changed_since():
     """A checkpoint has the fields that a model had when it was written."""
     run = described()
@@ -301,11 +307,11 @@ def test_a_run_without_checkpoints_is_not_one_to_go_on_with(tmp_path):
     with pytest.raises(
         ValueError, match=r"must name a run with checkpoints in .*, got 'mine'; --checkpoint-every saves checkpoints"
     ):
-        resuming.find_run(settings, "mine", {})
+        resuming.locate_run(settings, "mine")
     make_run(tmp_path / "theirs", checkpoint=3)
     make_run(tmp_path / "ours", checkpoint=4)
     with pytest.raises(ValueError, match=r", got 'mine'; runs with checkpoints are ours, theirs$"):
-        resuming.find_run(settings, "mine", {})
+        resuming.locate_run(settings, "mine")
 
 
 @pytest.mark.parametrize(

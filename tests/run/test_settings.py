@@ -76,3 +76,13 @@ def test_a_config_that_is_damaged(text, tmp_path):
         parse(["--config", str(tmp_path / "config.json")])
     with pytest.raises(ValueError, match="got No such file or directory in nowhere"):
         parse(["--config", "nowhere"])
+
+
+def test_a_model_to_begin_with_chooses_other_defaults(config):
+    chosen = parse(["--init-from", "a/model"])
+    assert (chosen.preset, chosen.tokenizer, chosen.hidden_size, chosen.num_layers) == ("", "", 0, 0)
+    assert (chosen.learning_rate, chosen.steps, chosen.seq_len) == (2e-5, 1000, 1024)
+    assert settings_from(json.loads(json.dumps(describe(chosen)))) == chosen
+    assert parse(["--config", config("--init-from", "a/model", "--steps", "7")]) == dataclasses.replace(chosen, steps=7)
+    begun = parse(["--config", config("--steps", "7"), "--init-from", "a/model"])
+    assert (begun.preset, begun.hidden_size, begun.init_from, begun.steps) == ("", 0, chosen.init_from, 7)

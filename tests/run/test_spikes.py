@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_fp8 as fp8
+from jax_fp8.run import batches as batching
 from jax_fp8.run import spikes, train
 from jax_fp8.run.folder import Folder
 from jax_fp8.run.logs import Logbook
@@ -185,8 +186,8 @@ def test_a_diagnosis_that_has_no_memory_ends_no_run(make):
 def test_a_batch_of_noise_is_skipped(book, tmp_path, monkeypatch, capsys):
     """Once there is a limit: the same batch before it is a step like others."""
     options = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16"
-    make, noise = train.training_batch, np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.int32)
-    monkeypatch.setattr(train, "training_batch", lambda *all: noise if all[1] in (20, 57) else make(*all))
+    make, noise = batching.training_batch, np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.int32)
+    monkeypatch.setattr(batching, "training_batch", lambda *all: noise if all[1] in (20, 57) else make(*all))
     options += " --recipe bf16 --steps 60 --sample-tokens 0 --learning-rate 1e-2 --skip-spikes --diagnose-every 1"
     assert train.main([*options.split(), "--data", str(book), "--output", str(tmp_path), "--name", "mine"]) == 0
     diagnosed, events, rows = (

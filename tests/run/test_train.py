@@ -14,7 +14,8 @@ import sys
 import pytest
 
 from jax_fp8 import cli
-from jax_fp8.run import job, train
+from jax_fp8.run import batches as batching
+from jax_fp8.run import data, train
 
 COMMAND = [sys.executable, "-m", "jax_fp8", "train"]
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 8 --steps 6".split()
@@ -90,14 +91,14 @@ def test_a_disk_that_fills_during_training_is_one_sentence(book, tmp_path, capsy
 
 def interrupt_after(batches, monkeypatch):
     """Ctrl-C while the batch after so many is made."""
-    count, make = iter(range(batches)), train.training_batch
+    count, make = iter(range(batches)), batching.training_batch
 
     def training_batch(*arguments):
         if next(count, None) is None:
             raise KeyboardInterrupt
         return make(*arguments)
 
-    monkeypatch.setattr(train, "training_batch", training_batch)
+    monkeypatch.setattr(batching, "training_batch", training_batch)
 
 
 @pytest.mark.parametrize(("batches", "steps"), [(0, [0]), (4, [0, 3, 4])], ids=["first step", "later"])
@@ -121,7 +122,7 @@ def test_an_interruption_before_the_first_step_leaves_the_configuration(book, tm
     assert train.main([*SMALL, "--data", str(book), "--output", str(tmp_path), "--name", "mine"]) == 130
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.json"]
     assert "interrupted before the first step" in capsys.readouterr().err
-    monkeypatch.setattr(job, "read_corpus", interrupted)
+    monkeypatch.setattr(data, "read_corpus", interrupted)
     assert train.main(["--output", str(tmp_path / "other")]) == 130
     assert not (tmp_path / "other").exists()
 
@@ -208,8 +209,8 @@ def test_only_a_run_needs_the_extra():
 
 
 def test_a_package_that_is_broken_is_not_called_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax_fp8.run.text", None)
+    monkeypatch.setitem(sys.modules, "jax_fp8.run.batches", None)
     monkeypatch.delitem(sys.modules, "jax_fp8.run.train", raising=False)
     monkeypatch.delattr("jax_fp8.run.train", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"jax_fp8\.run\.text"):
+    with pytest.raises(ModuleNotFoundError, match=r"jax_fp8\.run\.batches"):
         cli.main(["train"])

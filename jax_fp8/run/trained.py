@@ -1,0 +1,121 @@
+"""Models that are trained already: of a run's last checkpoint, of a Hugging Face folder, or of a file of params.
+
+    path ─find→ folder or file ─load→ Trained: model, variables, tokenizer
+
+The model must fit on one device.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fp8.core.files import Unreadable, read_json
+from jax_fp8.core.types import Variables
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.gpt import GPT
+from jax_fp8.models.huggingface.weights import load_huggingface
+from jax_fp8.models.limits import config_of
+from jax_fp8.models.params_file import load_config, load_params
+from jax_fp8.plan.gpt_plans import head_in, layers_in
+from jax_fp8.report.run_format import CHECKPOINTS, CONFIG, OF_A_MODEL, TOKENIZER, JsonObject
+from jax_fp8.run.checkpoints import Checkpoints, read_last
+from jax_fp8.run.encoders import ByteEncoder, Encoder, LibraryEncoder, load_copy
+from jax_fp8.run.settings import Settings, settings_from
+
+PARAMS = ".safetensors"
+
+
+class Trained(NamedTuple):
+    """A model that can generate; `origin` says where it is from, for a message."""
+
+    model: GPT
+    variables: Variables
+    encoder: Encoder
+    origin: str
+
+
+def make_model(settings: Settings, config: GPTConfig, recipe: str) -> GPT:
+    """The GPT with one recipe; "bf16" has no FP8 anywhere."""
+    if recipe == "bf16":
+        return GPT(config, recipe=None, remat=settings.remat, param_dtype=jnp.dtype(settings.param_dtype))
+    return GPT(
+        config,
+        recipe=layers_in(recipe, settings.fast),
+        head_recipe=head_in(recipe) if settings.fp8_head else None,
+        remat=settings.remat,
+        param_dtype=jnp.dtype(settings.param_dtype),
+        fp8_attention=settings.fp8_attention,
+    )
+
+
+def find(name: str, output: Path, what: str = "a run") -> Path:
+    """The run's folder, or the model's folder or file."""
+    paths = [Path(name), output / name]
+    existing = next((path for path in paths if path.is_dir() or (path.suffix == PARAMS and path.is_file())), None)
+    if existing is None:
+        raise ValueError(f"{what} must be a folder, or the name of one in {output}, got {name!r}; name one that exists")
+    return existing
+
+
+def load(path: Path) -> Trained:
+    """The model of a run, of a Hugging Face folder, or of a file of params."""
+    return load_run(path) if is_run(path) else load_converted(path)
+
+
+def is_run(path: Path) -> bool:
+    return not (path.is_file() or _is_of_huggingface(path))
+
+
+def load_converted(path: Path) -> Trained:
+    """The model of a Hugging Face folder, with its tokenizer, or of a file of params, whose tokenizer is beside it."""
+    if path.is_file():
+        config, params, tokenizer = load_config(path), load_params(path), path.with_name(TOKENIZER)
+    else:
+        (config, params), tokenizer = load_huggingface(path), path / TOKENIZER
+    if not tokenizer.is_file():
+        raise ValueError(f"{tokenizer} must have the tokenizer of the model, got no such file; copy it there")
+    model = GPT(config, recipe=None)
+    return Trained(
+        model, {"params": jax.device_put(params)}, LibraryEncoder.load(tokenizer, "copy it again"), f"{path}, bf16"
+    )
+
+
+def load_run(run: Path) -> Trained:
+    """The model of a run, with the variables of its last checkpoint."""
+    notes = notes_of(run)
+    settings = settings_from(notes["settings"])
+    model = make_model(settings, config_of(notes["model"], str(run)), settings.recipe)
+    variables = restored(run, model)
+    return Trained(model, variables, encoder_of(run, notes), f"{run} after step {notes['step']}, {settings.recipe}")
+
+
+def notes_of(run: Path) -> JsonObject:
+    """The notes of a run's last checkpoint, without which it has no model."""
+    notes = read_last(run / CHECKPOINTS, OF_A_MODEL)
+    if notes is None:
+        raise ValueError(f"{run} must have a checkpoint, got none; train with --checkpoint-every")
+    return notes
+
+
+def encoder_of(run: Path, notes: JsonObject) -> Encoder:
+    """The tokenizer of a run, which the notes of its checkpoint name."""
+    return ByteEncoder() if notes["tokenizer"] == ByteEncoder.identity else load_copy(run, notes["tokenizer"])
+
+
+def restored(run: Path, model: GPT, collections: tuple[str, ...] | None = None) -> Variables:
+    """The variables of a run's last checkpoint, or these collections of them."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), np.int32))
+    wanted = {name: tree for name, tree in shapes.items() if collections is None or name in collections}
+    with Checkpoints(run / CHECKPOINTS, every=0, keep=1, resume=True) as checkpoints:
+        return checkpoints.restore_variables(wanted)
+
+
+def _is_of_huggingface(folder: Path) -> bool:
+    """Only Hugging Face's config.json has a "model_type"; runs have a config.json, too."""
+    try:
+        return "model_type" in read_json(folder / CONFIG, constant=float)
+    except Unreadable:  # a run whose config.json is missing or damaged can generate all the same
+        return False

@@ -28,7 +28,7 @@ from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.dot_general import DotGeneral
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.nn.moe import LayerNormMoE
-from jax_fp8.ops.rotary import RotaryScaling
+from jax_fp8.ops.rotary_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RotaryScaling, YarnScaling
 from jax_fp8.optim.freeze import freeze
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
@@ -58,6 +58,7 @@ __all__ = [
     "Dense",
     "Diagnostics",
     "DotGeneral",
+    "DynamicScaling",
     "Format",
     "Fp8Array",
     "GPTConfig",
@@ -67,6 +68,8 @@ __all__ = [
     "LayerNormMLP",
     "LayerNormMoE",
     "LayeredLoss",
+    "LinearScaling",
+    "LongRopeScaling",
     "Lora",
     "Parallelism",
     "RotaryScaling",
@@ -74,6 +77,7 @@ __all__ = [
     "TrainState",
     "TransformerBlock",
     "WholeBatchLoss",
+    "YarnScaling",
     "apply_updates",
     "backward_dw",
     "capture_report",

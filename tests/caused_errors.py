@@ -100,6 +100,12 @@ CALLS: dict[str, list[Call]] = {
     "freeze_kernels": error(lambda: fp8.freeze_kernels({"params": {}}, OTHER)),
     "merge_adapters": error(lambda: fp8.merge_adapters({"params": {}}, fp8.Lora(rank=2), {"kernel": X})),
     "RotaryScaling": error(lambda: fp8.RotaryScaling(factor=0.5)),
+    "LinearScaling": error(lambda: fp8.LinearScaling(factor=0.0)),
+    "DynamicScaling": error(lambda: fp8.DynamicScaling(factor=2.0, original_length=0)),
+    "YarnScaling": error(lambda: fp8.YarnScaling(factor=2.0, original_length=64, beta_fast=0.5)),
+    "LongRopeScaling": error(
+        lambda: fp8.LongRopeScaling(short_factors=(1.0,), long_factors=(1.0, 2.0), original_length=64)
+    ),
     # Models.
     "GPT.__call__": error(lambda: applied(fp8.GPT(CONFIG), jnp.ones((2, 9), jnp.int32))),
     "GPTConfig": error(lambda: fp8.GPTConfig(vocab_size=32, num_layers=1, num_heads=3, hidden_size=16)),

@@ -12,7 +12,8 @@ from jax.core import Tracer
 
 from jax_fp8.core.checks import check_integer, check_number, describe, is_array
 from jax_fp8.core.types import Batch
-from jax_fp8.models.config import DROPOUT_RATES, GPTConfig
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.config_checks import DROPOUT_RATES
 from jax_fp8.nn.checks import check_dtype, check_padding
 
 BESIDE_TOKENS = ("segment_ids", "lengths", "loss_mask", "labels")  # what a batch may have beside its tokens

@@ -4,13 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jax_fp8.core.checks import check_bool, check_integer, check_number, describe
-from jax_fp8.kernels.activation import is_gated
-from jax_fp8.kernels.norm import check_norm
-from jax_fp8.nn.dropout import is_rate
-from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling, check_rotary
-
-DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate")
+from jax_fp8.core.checks import describe
+from jax_fp8.models.config_checks import LAYER_NUMBERS, check_fields
+from jax_fp8.ops.rotary import ROTARY_BASE
+from jax_fp8.ops.rotary_scaling import RotaryScaling, Scaling, scaling_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +40,17 @@ class GPTConfig:
         the residual stream, as in GPT-2.
       attention_dropout_rate: the fraction of the softmax weights that training drops. It needs XLA's attention; see
         `SelfAttention`.
+      windowed_layers: the numbers of the layers that `sliding_window` is for; None: all.
+      unrotated_layers: the numbers of the layers without rotary positions.
+      window_rotary_base: the `rotary_base` of layers with a window, which then have no `rotary_scaling`; None: as in
+        other layers.
+      rotary_fraction, qk_norm_over, attention_scale, attention_logit_cap: as in `SelfAttention`.
+      norm_placement, zero_centered_scale, residual_multiplier: as in `SelfAttention`. `zero_centered_scale` is for the
+        final norm, too.
+      use_mlp_bias: of MLPs; None is `use_bias`.
+      embedding_multiplier: of embeddings, rounded to the dtype of the model.
+      logit_divisor: of the logits of the head.
+      logit_cap: logits of the head are `cap * tanh(logits / cap)`; None leaves them.
 
     Raises:
       ValueError: if a size is not a positive integer, or another field has a value that is not listed here. Also if
@@ -68,7 +76,7 @@ class GPTConfig:
     use_bias: bool = True
     tie_embeddings: bool = True
     rotary_base: float = ROTARY_BASE
-    rotary_scaling: RotaryScaling | None = None
+    rotary_scaling: Scaling | None = None
     norm_epsilon: float = 1e-6
     head_dim: int | None = None
     use_qkv_bias: bool | None = None
@@ -81,9 +89,26 @@ class GPTConfig:
     router_z_loss: float = 0.0
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
+    windowed_layers: tuple[int, ...] | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    window_rotary_base: float | None = None
+    rotary_fraction: float = 1.0
+    qk_norm_over: str = "head"
+    attention_scale: float | None = None
+    attention_logit_cap: float | None = None
+    norm_placement: str = "before"
+    zero_centered_scale: bool = False
+    residual_multiplier: float = 1.0
+    use_mlp_bias: bool | None = None
+    embedding_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
 
     def __post_init__(self):
-        _check(self)
+        for name in LAYER_NUMBERS:
+            if isinstance(getattr(self, name), list):  # as JSON has them
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str, **overrides: object) -> "GPTConfig":
@@ -111,7 +136,7 @@ class GPTConfig:
         Missing fields have their defaults.
 
         Args:
-          described: fields by name; `rotary_scaling` may be a dict of the fields of a `RotaryScaling`.
+          described: fields by name; `rotary_scaling` may be a dict of the fields of a scaling.
 
         Returns:
           The config.
@@ -126,71 +151,28 @@ class GPTConfig:
                 ", ".join(sorted(set(described) - known)) if isinstance(described, Mapping) else describe(described)
             )
             raise ValueError(f"a GPTConfig is made of its fields, {', '.join(sorted(known))}, got {arrived}")
-        scaling = described.get("rotary_scaling")
-        return cls(
-            **{**described, "rotary_scaling": RotaryScaling(**scaling) if isinstance(scaling, dict) else scaling}
-        )
+        return cls(**{**described, "rotary_scaling": scaling_from(described.get("rotary_scaling"))})
 
     @property
     def features_of_head(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
+    def layer_fields(self, index: int) -> dict[str, Any]:
+        """The fields of a `TransformerBlock` in which layers differ, for the layer with this number."""
+        is_windowed = self.sliding_window is not None and index in (
+            range(self.num_layers) if self.windowed_layers is None else self.windowed_layers
+        )
+        has_own_base = is_windowed and self.window_rotary_base is not None
+        return {
+            "sliding_window": self.sliding_window if is_windowed else None,
+            "rotary": self.positions == "rotary" and index not in self.unrotated_layers,
+            "rotary_base": self.window_rotary_base if has_own_base else self.rotary_base,
+            "rotary_scaling": None if has_own_base else self.rotary_scaling,
+        }
+
     @property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-
-def _check(config: GPTConfig) -> None:
-    """Raise unless the fields of a config fit together."""
-    for name in ("vocab_size", "num_heads", "hidden_size", "max_seq_len"):
-        check_integer(name, getattr(config, name))
-    check_integer("num_layers", config.num_layers, least=0)
-    for name in ("num_kv_heads", "mlp_hidden_size", "head_dim", "sliding_window"):
-        if getattr(config, name) is not None:
-            check_integer(name, getattr(config, name))
-    for name in ("use_bias", "tie_embeddings", "qk_norm", "normalize_router_weights"):
-        check_bool(name, getattr(config, name))
-    if config.use_qkv_bias is not None:
-        check_bool("use_qkv_bias", config.use_qkv_bias)
-    check_number("norm_epsilon", config.norm_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
-    for name in DROPOUT_RATES:
-        check_number(name, getattr(config, name), "of at least 0 and below 1", is_rate)
-    check_rotary(config.rotary_base, config.rotary_scaling)
-    if config.positions not in ("learned", "rotary"):
-        raise ValueError(f'positions must be "learned" or "rotary", got {config.positions!r}')
-    check_norm(config.norm)
-    is_gated(config.activation)
-    _check_experts(config)
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.hidden_size
-    if config.head_dim is None and width % heads:
-        raise ValueError(
-            f"num_heads must divide hidden_size, got num_heads={heads} and hidden_size={width}; change one of them, or "
-            "give head_dim"
-        )
-    if kv_heads is not None and heads % kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={kv_heads} and num_heads={heads}")
-    if config.positions == "rotary" and config.features_of_head % 2:
-        raise ValueError(
-            "rotary positions rotate pairs and need an even head_dim, which is hidden_size / num_heads if it is None, "
-            f"got {config.features_of_head}; change one of them"
-        )
-    if config.positions != "rotary" and (config.rotary_scaling is not None or config.rotary_base != ROTARY_BASE):
-        raise ValueError(
-            f"rotary_base and rotary_scaling are for rotary positions, got them with positions={config.positions!r}; "
-            "leave them out"
-        )
-
-
-def _check_experts(config: GPTConfig) -> None:
-    check_integer("num_experts", config.num_experts, least=0)
-    check_integer("experts_per_token", config.experts_per_token)
-    for name in ("router_aux_loss", "router_z_loss"):
-        check_number(name, getattr(config, name), "that is not negative", lambda weight: weight >= 0)
-    if config.num_experts and config.experts_per_token > config.num_experts:
-        raise ValueError(
-            f"experts_per_token must be at most num_experts, got {config.experts_per_token} of {config.num_experts}; "
-            "change one of them"
-        )
 
 
 def _gpt(layers: int, heads: int, width: int, vocab: int = 50_304, seq: int = 2048) -> GPTConfig:

@@ -39,7 +39,7 @@ from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import positions_in
 from jax_fp8.ops.cross_entropy import linear_cross_entropy
 from jax_fp8.ops.embedding import embed, position_rows
-from jax_fp8.ops.head import compute_logits
+from jax_fp8.ops.head import compute_logits, finished_logits
 
 
 class _WholeParams:
@@ -60,6 +60,14 @@ class _LayerNorm(_WholeParams, nn.LayerNorm):
 
 class _RMSNorm(_WholeParams, nn.RMSNorm):
     logical_axes: bool = False
+
+
+class _ZeroCenteredRMSNorm(_RMSNorm):
+    """An RMSNorm whose parameter is its scale minus 1."""
+
+    @nn.nowrap
+    def param(self, name: str, init: Initializer, *args: object, **kwargs: object) -> jax.Array:
+        return 1 + super().param(name, nn.initializers.zeros_init(), *args, **kwargs).astype(jnp.float32)
 
 
 class GPT(nn.Module):
@@ -155,6 +163,8 @@ class GPT(nn.Module):
         """Embeddings of tokens at the positions `numbers` (batch, seq); None: 0, 1, ..."""
         config, tensor = self.config, current_tensor()
         x = embed(embedding, tokens, tensor, self.dtype)  # its backward adds the gradients of a token in float32
+        if config.embedding_multiplier != 1:
+            x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
         if config.positions == "learned":
             init = named(nn.initializers.normal(0.02), ("positions", "residual"), self.logical_axes)
             declare_sharding((*self.path, "positions"), ParamSharding())
@@ -175,9 +185,11 @@ class GPT(nn.Module):
     ) -> jax.Array:
         """Logits, or with labels their loss. `embedding` is the table of the head where embeddings are tied."""
         x, tensor = self._normalize(x), current_tensor()
-        table = embedding if self.config.tie_embeddings and embedding is not None else self._table("head")
+        config = self.config
+        table = embedding if config.tie_embeddings and embedding is not None else self._table("head")
         if labels is None:
-            return compute_logits(x, table, self.head_recipe, tensor, current_amax_axes())
+            logits = compute_logits(x, table, self.head_recipe, tensor, current_amax_axes())
+            return finished_logits(logits, config.logit_divisor, config.logit_cap)
         return linear_cross_entropy(
             x,
             table,
@@ -187,10 +199,13 @@ class GPT(nn.Module):
             z_loss=z_loss,
             recipe=self.head_recipe,
             tensor=tensor,
+            divisor=config.logit_divisor,
+            cap=config.logit_cap,
         )
 
     def _normalize(self, x: jax.Array) -> jax.Array:
         norm = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm
+        norm = _ZeroCenteredRMSNorm if self.config.zero_centered_scale else norm
         with implicit_promotion():
             return norm(
                 dtype=self.dtype,
@@ -225,9 +240,8 @@ class GPT(nn.Module):
             policy = offload_policy(remat.names) if kind == "offload" else None
             block = nn.remat(block, policy=policy, prevent_cse=kind == "full" or not alone)
         return block(
-            **shared_fields(config, TransformerBlock),
+            **(shared_fields(config, TransformerBlock) | config.layer_fields(index)),
             mlp_hidden_features=config.mlp_hidden_size or 4 * config.hidden_size,
-            rotary=config.positions == "rotary",
             epsilon=config.norm_epsilon,
             deterministic=deterministic,
             recipe=self.recipe,

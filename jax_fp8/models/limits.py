@@ -22,7 +22,22 @@ MOST = {
     "num_experts": 2**14,
     "experts_per_token": 2**14,
 }
-FLOATS = ("rotary_base", "norm_epsilon", "router_aux_loss", "router_z_loss", "dropout_rate", "attention_dropout_rate")
+FLOATS = (
+    "rotary_base",
+    "norm_epsilon",
+    "router_aux_loss",
+    "router_z_loss",
+    "dropout_rate",
+    "attention_dropout_rate",
+    "window_rotary_base",
+    "rotary_fraction",
+    "attention_scale",
+    "attention_logit_cap",
+    "residual_multiplier",
+    "embedding_multiplier",
+    "logit_divisor",
+    "logit_cap",
+)
 MOST_LENGTH = 2**31 - 1  # tokens: the sequence length for which rotary positions were trained before they were scaled
 MOST_TENSORS = 2**21  # of all layers with all experts
 

@@ -66,7 +66,10 @@ def _layered(
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
     remat = Remat.parse(model.remat, model.config.num_layers)
-    remats = {name: remat.kind_for(index) for index, name in enumerate(names)}  # in nothing else do layers differ
+    remats = {name: remat.kind_for(index) for index, name in enumerate(names)}
+    kinds = {  # in nothing else do layers differ
+        name: (remats[name], *model.config.layer_fields(index).items()) for index, name in enumerate(names)
+    }
     on_host = tuple(name for name, kind in remats.items() if kind == "offload")
 
     def apply_first(variables: Variables, batch: Batch) -> PyTree:
@@ -82,7 +85,7 @@ def _layered(
         mask, mask_total = reading.mask, reading.mask_total
         return last.apply(variables, x, reading.labels, mask=mask, mask_total=mask_total, z_loss=z_loss)
 
-    by_kind = LayersByKind(apply_layer, remats.__getitem__)
+    by_kind = LayersByKind(apply_layer, kinds.__getitem__)
     return LayeredLoss(names, apply_first, by_kind, apply_last, loss_fn, on_host, count)
 
 

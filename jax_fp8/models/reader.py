@@ -25,7 +25,7 @@ from jax_fp8.models.gpt import GPT
 from jax_fp8.nn.attention import KV_CACHE, PROJECTIONS
 from jax_fp8.nn.gemm import shared_fields
 from jax_fp8.ops.cached_attention import KeyValueCache, positions_of
-from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead
+from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead, finished_logits
 from jax_fp8.ops.parameters import joined, split_columns
 from jax_fp8.ops.passes import CAST_SCOPE, cast_weight
 from jax_fp8.ops.weights import cast_gemms, ready_for_loop
@@ -166,16 +166,19 @@ def _make_head(model: GPT, params: PyTree) -> Callable[[jax.Array], jax.Array]:
     """A function from (batch, seq, hidden) to logits (batch, seq, vocab), without a gradient. In FP8 it takes any
     number of rows.
     """
-    table, recipe = params["embedding" if model.config.tie_embeddings else "head"], model.head_recipe
+    config, recipe = model.config, model.head_recipe
+    table = params["embedding" if config.tie_embeddings else "head"]
+    finish = partial(finished_logits, divisor=config.logit_divisor, cap=config.logit_cap)
     if recipe is None:
         with jax.named_scope(CAST_SCOPE):
-            return PlainHead(table.astype(model.dtype)).logits
+            plain = PlainHead(table.astype(model.dtype))
+        return lambda x: finish(plain.logits(x))
     weight = cast_weight(table, lambda measure: recipe.cast(KERNEL, None, measure))
 
     def head(x: jax.Array) -> jax.Array:
         rows = as_matrix(x)
         cast = recipe.cast(INPUT, None, partial(amax, rows))
         operand = Fp8Operand(quantize_rowwise(rows, cast), x.shape[:-1])
-        return Fp8Head(weight, cast, recipe, model.dtype).logits(operand)
+        return finish(Fp8Head(weight, cast, recipe, model.dtype).logits(operand))
 
     return head

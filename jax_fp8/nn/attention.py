@@ -6,22 +6,25 @@ import flax.linen as nn
 import jax
 
 from jax_fp8.core.shards import COLUMNS, ParamSharding
+from jax_fp8.nn.branch import norm_before
 from jax_fp8.nn.checks import check_layer, check_padding, layer_name
 from jax_fp8.nn.fp8_attention import attend_in_fp8
 from jax_fp8.nn.multi_head import (
     INPUT_DIMS,
     MultiHead,
     WeightDropout,
+    as_normalized_heads,
+    check_multi_head,
     choose_implementation,
     head_sizes,
     multiply_out,
-    normalize_heads,
     project,
     weight_dropout,
 )
 from jax_fp8.ops.attention import as_heads, attention, own_heads, positions_in
 from jax_fp8.ops.cached_attention import cached_attention
-from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling, check_rotary, rotate
+from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary, rotate, rotated_features
+from jax_fp8.ops.rotary_scaling import Scaling
 
 KV_CACHE = "kv_cache"  # the collection with the `KeyValueCache` of every layer; it exists only during generation
 PROJECTIONS = ("query", "key", "value")
@@ -42,6 +45,7 @@ class SelfAttention(MultiHead, kw_only=True):
         `rotary_scaling`.
       rotary_base: the frequency of pair i is `rotary_base ** (-2 i / head_dim)`, in radians a token.
       rotary_scaling: lowers frequencies, for longer sequences; None leaves them.
+      rotary_fraction: the part of a head's features that rotates, its first ones.
       sliding_window: how many positions a position sees, its own last; None: all that `causal` allows.
       num_heads: query heads; must divide the width of `x`, unless `head_dim` is set.
       num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` queries; None is `num_heads`.
@@ -62,6 +66,15 @@ class SelfAttention(MultiHead, kw_only=True):
         attention calls this `dropout_rate`. XLA's attention can do it, cuDNN's refuses: see ops/dropped_attention.py.
       fp8_attention: attend in FP8, with `DelayedScaling`, heads of 128 features and sequences of a multiple of 128
         tokens, without windows, padding or documents: see ops/fp8_attention.py. `generate` attends in `dtype`.
+      qk_norm_over: "head", or "all": RMSNorm of all heads of a token together, as in OLMo 2, with a scale for each
+        feature of all heads. The mesh axis `tensor` cannot split those.
+      attention_scale: of the products of queries and keys; None: `head_dim ** -0.5`.
+      attention_logit_cap: attention logits are `cap * tanh(logits / cap)`, as in Gemma 2. cuDNN cannot do this, so
+        XLA's attention is used, which is slower on a GPU.
+      norm_placement: "before" normalizes `x`; "after" normalizes `out(...)` instead, with `params/post_norm`, before
+        the residual is added; "both".
+      zero_centered_scale: the params of norms are scales minus 1, as in Gemma.
+      residual_multiplier: of `out(...)`, before the residual is added.
       deterministic: True turns dropout off. With a rate, either this field or the argument must be set.
       recompute: in the backward, normalize again, and quantize again the result of cuDNN's attention, which cuDNN keeps
         in `dtype` anyway; see `LayerNormDense` and `Dense`.
@@ -80,8 +93,9 @@ class SelfAttention(MultiHead, kw_only=True):
     causal: bool = True
     rotary: bool = False
     rotary_base: float = ROTARY_BASE
-    rotary_scaling: RotaryScaling | None = None
+    rotary_scaling: Scaling | None = None
     sliding_window: int | None = None
+    rotary_fraction: float = 1.0
 
     @nn.compact
     def __call__(
@@ -110,6 +124,7 @@ class SelfAttention(MultiHead, kw_only=True):
             at all.
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "sliding_window"), INPUT_DIMS)
+        check_multi_head(self)
         x = x.astype(self.dtype)
         width = x.shape[-1]
         head_dim, kv_heads = head_sizes(self, width)
@@ -118,9 +133,10 @@ class SelfAttention(MultiHead, kw_only=True):
         by_heads = ParamSharding(COLUMNS, self.num_heads, "query heads", logical_name="heads")
         by_kv_heads = ParamSharding(COLUMNS, kv_heads, "key and value heads", or_whole=True, logical_name="kv_heads")
         shardings = by_heads, by_kv_heads, by_kv_heads
-        projections, x, tensor = project(self, PROJECTIONS, x, widths, shardings, self.norm)
-        query, key, value = (as_heads(part, head_dim) for part in projections)
-        query, key = normalize_heads(self, query, key)
+        projections, x, tensor = project(self, PROJECTIONS, x, widths, shardings, norm_before(self))
+        query, key, value = projections
+        query, key = as_normalized_heads(self, query, key, head_dim)
+        value = as_heads(value, head_dim)
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
         dropout = weight_dropout(self, deterministic, tensor)
         attended = _attend(self, query, key, value, segment_ids, lengths, dropout)
@@ -142,7 +158,8 @@ def _attend(
     if module.rotary:
         positions = None if segment_ids is None else positions_in(segment_ids)
         positions = positions if cache is None else cache.positions
-        query, key = (rotate(part, positions, module.rotary_base, module.rotary_scaling) for part in (query, key))
+        rotary = module.rotary_base, module.rotary_scaling, module.rotary_fraction
+        query, key = (rotate(part, positions, *rotary) for part in (query, key))
     implementation, window = choose_implementation(module), module.sliding_window
     if cache is None:
         attend = partial(attend_in_fp8, module) if module.fp8_attention else attention
@@ -157,20 +174,32 @@ def _attend(
             lengths=lengths,
             dropout_rate=dropout.rate,
             dropout_key=dropout.key,
+            scale=module.attention_scale,
+            logit_cap=module.attention_logit_cap,
         )
-    attended, cache = cached_attention(query, key, value, cache, implementation=implementation, window=window)
+    attended, cache = cached_attention(
+        query,
+        key,
+        value,
+        cache,
+        implementation=implementation,
+        window=window,
+        scale=module.attention_scale,
+        logit_cap=module.attention_logit_cap,
+    )
     module.put_variable(KV_CACHE, "slots", cache)
     return attended
 
 
 def _check_positions(module: SelfAttention, head_dim: int) -> None:
     layer = layer_name(module)
-    if module.rotary and head_dim % 2:
+    fraction = "" if module.rotary_fraction == 1 else f" with rotary_fraction={module.rotary_fraction}"
+    if module.rotary and rotated_features(head_dim, module.rotary_fraction) % 2:
         raise ValueError(
-            f"{layer}: rotary positions rotate pairs of features and need an even head_dim, got {head_dim}; "
+            f"{layer}: rotary positions rotate pairs of features and need an even head_dim, got {head_dim}{fraction}; "
             "change num_heads or head_dim"
         )
-    check_rotary(module.rotary_base, module.rotary_scaling, f"{layer}: ")
+    check_rotary(module.rotary_base, module.rotary_scaling, module.rotary_fraction, f"{layer}: ")
     if module.sliding_window is not None and not module.causal:
         raise ValueError(
             f"{layer}: a sliding window reaches back from a position, so attention must be causal, got "

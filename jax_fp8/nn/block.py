@@ -1,6 +1,6 @@
 """One Transformer layer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,8 @@ from jax_fp8.nn.gemm import Fp8Module, shared_fields
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.nn.moe import LayerNormMoE
 from jax_fp8.nn.multi_head import INPUT_DIMS
-from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
+from jax_fp8.ops.rotary import ROTARY_BASE
+from jax_fp8.ops.rotary_scaling import Scaling
 
 
 class TransformerBlock(Fp8Module):
@@ -31,6 +32,10 @@ class TransformerBlock(Fp8Module):
       attention_implementation: as `implementation` in `SelfAttention`.
       num_kv_heads, head_dim, use_qkv_bias, qk_norm, attention_dropout_rate, fp8_attention: as in `SelfAttention`.
       causal, sliding_window, rotary, rotary_base, rotary_scaling: as in `SelfAttention`.
+      use_mlp_bias: of the MLP; None is `use_bias`.
+      rotary_fraction, qk_norm_over, attention_scale, attention_logit_cap: as in `SelfAttention`.
+      norm_placement, zero_centered_scale, residual_multiplier: as in `SelfAttention` and `LayerNormMLP`. With experts
+        only zero_centered_scale may be set.
       norm, activation, use_bias, epsilon, dropout_rate, deterministic: as in `SelfAttention` and `LayerNormMLP`.
       experts_per_token, normalize_router_weights, router_aux_loss, router_z_loss: as in `LayerNormMoE`.
       recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
@@ -58,7 +63,7 @@ class TransformerBlock(Fp8Module):
     residual_init: Initializer | None = None
     head_dim: int | None = None
     rotary_base: float = ROTARY_BASE
-    rotary_scaling: RotaryScaling | None = None
+    rotary_scaling: Scaling | None = None
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
@@ -71,6 +76,14 @@ class TransformerBlock(Fp8Module):
     attention_dropout_rate: float = 0.0
     fp8_attention: bool = False
     deterministic: bool | None = None
+    use_mlp_bias: bool | None = None
+    rotary_fraction: float = 1.0
+    qk_norm_over: str = "head"
+    attention_scale: float | None = None
+    attention_logit_cap: float | None = None
+    norm_placement: str = "before"
+    zero_centered_scale: bool = False
+    residual_multiplier: float = 1.0
 
     @nn.compact
     def __call__(
@@ -95,6 +108,11 @@ class TransformerBlock(Fp8Module):
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
         check_integer(f"{layer_name(self)}: num_experts", self.num_experts, least=0)
+        if self.num_experts and (self.norm_placement != "before" or self.residual_multiplier != 1):
+            raise ValueError(
+                f'{layer_name(self)}: experts need norm_placement="before" and residual_multiplier=1, got '
+                f"{self.norm_placement!r} and {self.residual_multiplier}; leave these out, or use num_experts=0"
+            )
         attention = SelfAttention(
             **shared_fields(self, SelfAttention),
             implementation=self.attention_implementation,
@@ -105,10 +123,16 @@ class TransformerBlock(Fp8Module):
         mlp = LayerNormMoE if self.num_experts else LayerNormMLP
         mlp = mlp(
             hidden_features=self.mlp_hidden_features,
-            **shared_fields(self, mlp),
+            **self._fields_of_mlp(mlp),
             down_init=self.residual_init,
             residual=True,
             name="mlp",
         )
         padding = {"lengths": lengths} if self.num_experts else {}
         return mlp(attention(x, segment_ids, lengths, deterministic), deterministic, **padding)
+
+    def _fields_of_mlp(self, mlp: type[nn.Module]) -> dict[str, Any]:
+        fields = shared_fields(self, mlp)
+        if "use_bias" in fields and self.use_mlp_bias is not None:
+            fields["use_bias"] = self.use_mlp_bias
+        return fields

@@ -22,6 +22,7 @@ FLAGS = (
     "logical_axes",
     "normalize_router_weights",
     "fp8_attention",
+    "zero_centered_scale",
 )
 
 

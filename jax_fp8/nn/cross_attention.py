@@ -6,15 +6,17 @@ import flax.linen as nn
 import jax
 
 from jax_fp8.core.shards import COLUMNS, ParamSharding
+from jax_fp8.nn.branch import norm_before
 from jax_fp8.nn.checks import check_context, check_layer, check_padding, layer_name
 from jax_fp8.nn.fp8_attention import attend_in_fp8
 from jax_fp8.nn.multi_head import (
     INPUT_DIMS,
     MultiHead,
+    as_normalized_heads,
+    check_multi_head,
     choose_implementation,
     head_sizes,
     multiply_out,
-    normalize_heads,
     project,
     weight_dropout,
 )
@@ -76,6 +78,7 @@ class CrossAttention(MultiHead, kw_only=True):
           ValueError: as in `SelfAttention`; also if `context` does not fit `x`, or one of the segment_ids comes alone.
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim"), INPUT_DIMS)
+        check_multi_head(self)
         check_context(self, x, context)
         check_padding(f"{layer_name(self)}, x", segment_ids, lengths, x.shape[:-1])
         check_padding(f"{layer_name(self)}, context", context_segment_ids, context_lengths, context.shape[:-1])
@@ -89,11 +92,11 @@ class CrossAttention(MultiHead, kw_only=True):
         head_dim, kv_heads = head_sizes(self, width)
         by_heads = ParamSharding(COLUMNS, self.num_heads, "query heads", logical_name="heads")
         by_kv_heads = ParamSharding(COLUMNS, kv_heads, "key and value heads", logical_name="kv_heads")
-        (query,), x, tensor = project(self, ("query",), x, (self.num_heads * head_dim,), (by_heads,), self.norm)
+        (query,), x, tensor = project(self, ("query",), x, (self.num_heads * head_dim,), (by_heads,), norm_before(self))
         widths = (kv_heads * head_dim,) * 2
         (key, value), _, _ = project(self, ("key", "value"), context, widths, (by_kv_heads,) * 2, None)
-        query, key, value = (as_heads(part, head_dim) for part in (query, key, value))
-        query, key = normalize_heads(self, query, key)
+        query, key = as_normalized_heads(self, query, key, head_dim)
+        value = as_heads(value, head_dim)
         dropout = weight_dropout(self, deterministic, tensor)
         attend = partial(attend_in_fp8, self) if self.fp8_attention else attention
         attended = attend(
@@ -108,5 +111,7 @@ class CrossAttention(MultiHead, kw_only=True):
             key_lengths=context_lengths,
             dropout_rate=dropout.rate,
             dropout_key=dropout.key,
+            scale=self.attention_scale,
+            logit_cap=self.attention_logit_cap,
         )
         return multiply_out(self, attended, width, x, deterministic)

@@ -83,12 +83,14 @@ class NormVariables(nn.Module):
 
     `of_heads`: the norm is of single heads. In a step on shards each device has heads of its own, and so the gradient
     of these parameters is a sum over devices.
+    `zero_centered_scale`: the parameter is the scale minus 1.
     """
 
     norm: str
     param_dtype: Dtype = jnp.float32
     logical_axes: bool = False
     of_heads: bool = False
+    zero_centered_scale: bool = False
 
     @nn.compact
     def __call__(self, features: int) -> NormParameters:
@@ -100,7 +102,8 @@ class NormVariables(nn.Module):
             named(init, names, self.logical_axes)
             for init in (nn.initializers.ones_init(), nn.initializers.zeros_init())
         )
-        scale = self.param("scale", ones, (features,), self.param_dtype)
+        scale = self.param("scale", zeros if self.zero_centered_scale else ones, (features,), self.param_dtype)
+        scale = 1 + scale.astype(jnp.float32) if self.zero_centered_scale else scale
         if self.norm == "rmsnorm":
             return NormParameters(scale, None)
         return NormParameters(scale, self.param("bias", zeros, (features,), self.param_dtype))

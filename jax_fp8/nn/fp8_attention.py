@@ -35,6 +35,8 @@ def attend_in_fp8(
     key_lengths: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    scale: float | None = None,
+    logit_cap: float | None = None,
 ) -> jax.Array:
     """Attention of (batch, seq, heads, head_dim) in FP8, with the state of `module`.
 
@@ -53,6 +55,8 @@ def attend_in_fp8(
         "key_lengths": key_lengths,
         "dropout_rate": dropout_rate or None,
         "dropout_key": dropout_key,
+        "attention_scale": None if scale == query.shape[-1] ** -0.5 else scale,
+        "attention_logit_cap": logit_cap,
     }
     _check(module, layer, [name for name, value in refused.items() if value is not None])
     check_head_dim(layer, query.shape[-1])
@@ -90,6 +94,6 @@ def _check(module: MultiHead, layer: str, refused: list[str]) -> None:
         )
     if refused:
         raise ValueError(
-            f"{layer}: cuDNN's attention in FP8 has no windows, padding, documents or dropout, got "
+            f"{layer}: cuDNN's attention in FP8 has no windows, padding, documents, dropout, scale or cap, got "
             f"{' and '.join(refused)}; leave that out, or use fp8_attention=False"
         )

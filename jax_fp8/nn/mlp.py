@@ -9,11 +9,11 @@ from jax_fp8.core.shards import COLUMNS, ROWS, ParamSharding
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import NormParameters
+from jax_fp8.nn.branch import check_branch, end_branch, ends_in_gemm, norm_before
 from jax_fp8.nn.checks import check_layer
 from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.dense import NormVariables
-from jax_fp8.nn.dropout import drop, drops
-from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of
+from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
 from jax_fp8.ops.norm_mlp import norm_mlp
 from jax_fp8.ops.unfused import apply_activation, apply_norm
 
@@ -35,6 +35,8 @@ class LayerNormMLP(Fp8Module):
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
       dropout_rate: the fraction of `down(...)` that is dropped, by the random stream "dropout". The residual is then
         added afterwards, in a pass of its own: see ops/dropout.py.
+      norm_placement, zero_centered_scale, residual_multiplier: as in `SelfAttention`. Without a norm before it, the MLP
+        is not one op, but one for each part.
       deterministic: True turns dropout off. With a dropout_rate, either this field or the argument must be set.
       recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
@@ -57,6 +59,9 @@ class LayerNormMLP(Fp8Module):
     residual: bool = False
     dropout_rate: float = 0.0
     deterministic: bool | None = None
+    norm_placement: str = "before"
+    zero_centered_scale: bool = False
+    residual_multiplier: float = 1.0
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
@@ -75,8 +80,10 @@ class LayerNormMLP(Fp8Module):
             all.
         """
         check_layer(self, x, ("hidden_features",))
+        check_branch(self)
         features, hidden = x.shape[-1], self.hidden_features
-        norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
+        has_norm = norm_before(self) is not None
+        norm = NormVariables(**shared_fields(self, NormVariables), name="norm")(features) if has_norm else None
         names = ("gate", "up") if is_gated(self.activation) else ("up",)
         by_columns = ParamSharding(COLUMNS, hidden, "hidden features")
         by_rows = ParamSharding(ROWS, hidden, "hidden features")
@@ -86,19 +93,18 @@ class LayerNormMLP(Fp8Module):
         down = declare_gemm_of(
             self, ("down",), own_hidden, (features,), (by_rows,), use_bias=use_bias, kernel_init=self.down_init
         )
-        is_dropped = drops(self, deterministic)
-        residual = self.residual and not is_dropped
-        y = self._multiply(x, norm, up, down, residual)
-        if is_dropped:
-            return drop(self, y, self.dropout_rate, x.astype(self.dtype) if self.residual else None)
-        return y
+        is_last = ends_in_gemm(self, deterministic)
+        y = self._multiply(x, norm, up, down, self.residual and is_last)
+        return y if is_last else end_branch(self, y, x.astype(self.dtype) if self.residual else None, deterministic)
 
     def _multiply(
-        self, x: jax.Array, norm: NormParameters, up: DeclaredGemm, down: DeclaredGemm, residual: bool
+        self, x: jax.Array, norm: NormParameters | None, up: DeclaredGemm, down: DeclaredGemm, residual: bool
     ) -> jax.Array:
-        """`down(activation(up(norm(x))))`, with `residual` plus `x`: one op, or with adapters one op for each part."""
-        if up.adapters or down.adapters:
-            return self._multiply_adapted(x, norm, up, down, residual)
+        """`down(activation(up(norm(x))))`, with `residual` plus `x`: one op. With adapters or without a norm it is an
+        op for each part.
+        """
+        if norm is None or up.adapters or down.adapters:
+            return self._multiply_by_parts(x, norm, up, down, residual)
         y, amaxes = norm_mlp(
             x,
             norm,
@@ -117,11 +123,13 @@ class LayerNormMLP(Fp8Module):
             down.stage(amaxes[1])
         return y
 
-    def _multiply_adapted(
-        self, x: jax.Array, norm: NormParameters, up: DeclaredGemm, down: DeclaredGemm, residual: bool
+    def _multiply_by_parts(
+        self, x: jax.Array, norm: NormParameters | None, up: DeclaredGemm, down: DeclaredGemm, residual: bool
     ) -> jax.Array:
-        normalized: PyTree = apply_norm(x, norm, self.epsilon, self.dtype, return_input=residual)
-        rows, x = normalized if residual else (normalized, x)
+        rows = x = x.astype(self.dtype)
+        if norm is not None:
+            normalized: PyTree = apply_norm(x, norm, self.epsilon, self.dtype, return_input=residual)
+            rows, x = normalized if residual else (normalized, x)
         hidden: PyTree = up.multiply(rows, self.dtype, recompute=self.recompute)
         hidden = jnp.concatenate(hidden, axis=-1) if isinstance(hidden, tuple) else hidden
         activated: PyTree = apply_activation(hidden, self.activation)

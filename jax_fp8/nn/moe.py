@@ -29,7 +29,7 @@ from jax_fp8.nn.checks import check_layer, check_padding, layer_name
 from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
-from jax_fp8.nn.gemm import Fp8Module, GemmState
+from jax_fp8.nn.gemm import Fp8Module, GemmState, shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.cached_attention import is_token
 from jax_fp8.ops.expert_mlp import expert_mlp
@@ -67,6 +67,7 @@ class LayerNormMoE(Fp8Module):
       dropout_rate: the fraction of the experts' sum that is dropped, by the random stream "dropout", before the
         residual is added.
       deterministic: True turns dropout off. With a dropout_rate, either this field or the argument must be set.
+      zero_centered_scale: as in `SelfAttention`.
       recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
@@ -93,6 +94,7 @@ class LayerNormMoE(Fp8Module):
     residual: bool = False
     dropout_rate: float = 0.0
     deterministic: bool | None = None
+    zero_centered_scale: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool | None = None, lengths: jax.Array | None = None) -> jax.Array:
@@ -117,7 +119,7 @@ class LayerNormMoE(Fp8Module):
             check_padding(layer_name(self), None, lengths, x.shape[:-1])
         _check_fields(self)
         features, hidden = x.shape[-1], self.hidden_features
-        norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
+        norm = NormVariables(**shared_fields(self, NormVariables), name="norm")(features)
         kernel, record = _Router(self.kernel_init, self.logical_axes, name="router")(features, self.num_experts)
         names = ("gate", "up") if is_gated(self.activation) else ("up",)
         up = self._declare(names, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))

@@ -11,14 +11,17 @@ import jax.numpy as jnp
 from flax.typing import Initializer
 from jax import lax
 
+from jax_fp8.core.checks import check_number
 from jax_fp8.core.shards import COLUMNS, ParamSharding, TensorParallel, current_tensor, parts_of
 from jax_fp8.kernels.norm import normalize
+from jax_fp8.nn.branch import check_branch, end_branch, ends_in_gemm
 from jax_fp8.nn.checks import check_is_split, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables, norm_multiply
-from jax_fp8.nn.dropout import drop, drops
+from jax_fp8.nn.dropout import drops
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
-from jax_fp8.ops.attention import check_drops_weights
+from jax_fp8.ops.attention import as_heads
+from jax_fp8.ops.dropped_attention import check_caps_logits, check_drops_weights
 
 INPUT_DIMS = (2, 3)  # (batch, seq, width), and (seq, width) of one sequence
 
@@ -42,6 +45,12 @@ class MultiHead(Fp8Module):
     attention_dropout_rate: float = 0.0
     fp8_attention: bool = False
     deterministic: bool | None = None
+    qk_norm_over: str = "head"
+    attention_scale: float | None = None
+    attention_logit_cap: float | None = None
+    norm_placement: str = "before"
+    zero_centered_scale: bool = False
+    residual_multiplier: float = 1.0
 
 
 class WeightDropout(NamedTuple):
@@ -81,7 +90,7 @@ def project(
       Each product, (batch, seq, heads * head_dim); `x`, for the residual branch; and the axis that splits heads in a
       step on shards, or None.
     """
-    width = x.shape[-1]
+    width, returns_input = x.shape[-1], module.residual and norm is not None
     norms = None if norm is None else NormVariables(**shared_fields(module, NormVariables), name="norm")(width)
     use_bias = module.use_bias if module.use_qkv_bias is None else module.use_qkv_bias
     gemm = declare_gemm_of(module, names, width, widths, shardings, use_bias=use_bias)
@@ -90,22 +99,46 @@ def project(
     if norms is None:
         products = gemm.multiply(x, module.dtype)
     else:
-        out = norm_multiply(module, x, norms, gemm, module.residual)
-        products, x = out if module.residual else (out, x)
+        out = norm_multiply(module, x, norms, gemm, returns_input)
+        products, x = out if returns_input else (out, x)
     return products if len(names) > 1 else (products,), x, gemm.tensor
 
 
-def normalize_heads(module: MultiHead, *parts: jax.Array) -> tuple[jax.Array, ...]:
-    """Queries and keys (batch, seq, heads, head_dim), with `qk_norm` after RMSNorm of each head. All heads of the
-    queries share one scale, and all heads of the keys another.
+def as_normalized_heads(
+    module: MultiHead, query: jax.Array, key: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys (batch, seq, heads * head_dim) as heads (batch, seq, heads, head_dim), with `qk_norm` after
+    RMSNorm: of each head, with one scale for all heads, or of all heads of a token together.
     """
-    if not module.qk_norm:
-        return parts
-    fields = shared_fields(module, NormVariables) | {"norm": "rmsnorm", "of_heads": True}
-    scales = (NormVariables(**fields, name=name)(parts[0].shape[-1]) for name in ("query_norm", "key_norm"))
-    return tuple(
-        normalize(part, scale, module.epsilon, module.dtype)[0] for part, scale in zip(parts, scales, strict=True)
-    )
+    by_head = module.qk_norm_over == "head"
+    if module.qk_norm and not by_head and current_tensor() is not None:
+        raise ValueError(
+            f'{layer_name(module)}: qk_norm_over="all" needs all heads of a token on one device, and the mesh axis '
+            "tensor splits them; use another mesh"
+        )
+    parts = tuple(as_heads(part, head_dim) for part in (query, key)) if by_head else (query, key)
+    if module.qk_norm:
+        fields = shared_fields(module, NormVariables) | {"norm": "rmsnorm", "of_heads": by_head}
+        scales = [
+            NormVariables(**fields, name=name)(part.shape[-1])
+            for name, part in zip(("query_norm", "key_norm"), parts, strict=True)
+        ]
+        parts = tuple(
+            normalize(part, scale, module.epsilon, module.dtype)[0] for part, scale in zip(parts, scales, strict=True)
+        )
+    query, key = parts if by_head else (as_heads(part, head_dim) for part in parts)
+    return query, key
+
+
+def check_multi_head(module: MultiHead) -> None:
+    """Raise unless the fields of attention that are neither sizes nor flags are valid."""
+    layer = layer_name(module)
+    check_branch(module)
+    if module.qk_norm_over not in ("head", "all"):
+        raise ValueError(f'{layer}: qk_norm_over must be "head" or "all", got {module.qk_norm_over!r}')
+    for name in ("attention_scale", "attention_logit_cap"):
+        if getattr(module, name) is not None:
+            check_number(f"{layer}: {name}", getattr(module, name), "above 0", lambda value: value > 0)
 
 
 def choose_implementation(module: MultiHead) -> Literal["cudnn", "xla"]:
@@ -119,6 +152,9 @@ def choose_implementation(module: MultiHead) -> Literal["cudnn", "xla"]:
             f"{layer}: cuDNN's attention needs a dtype of 16 bits, got {jnp.dtype(module.dtype)}; "
             'use bfloat16, or implementation="xla"'
         )
+    if module.attention_logit_cap is not None:
+        check_caps_logits(wanted, layer)
+        return "xla"
     return wanted or ("cudnn" if jax.default_backend() == "gpu" and has_16_bits else "xla")
 
 
@@ -138,7 +174,7 @@ def multiply_out(
     module: MultiHead, attended: jax.Array, width: int, x: jax.Array, deterministic: bool | None = None
 ) -> jax.Array:
     """Project attention's result (batch, seq, heads, head_dim) to (batch, seq, width), and add the residual `x`."""
-    residual = x if module.residual else None
+    residual, is_last = x if module.residual else None, ends_in_gemm(module, deterministic)
     fields = shared_fields(module, Dense) | {
         "kernel_init": named(module.out_init or module.kernel_init, ("heads", "residual"), module.logical_axes),
         # cuDNN's backward keeps its result in `dtype`; XLA's does not, nor does attention in FP8.
@@ -146,6 +182,6 @@ def multiply_out(
     }
     out = Dense(width, **fields, tensor_split="rows", name="out")
     attended = attended.reshape(*attended.shape[:-2], -1)
-    if not drops(module, deterministic):
+    if is_last:
         return out(attended, residual)
-    return drop(module, out(attended), module.dropout_rate, residual)
+    return end_branch(module, out(attended), residual, deterministic)

@@ -14,6 +14,7 @@ Where sequences end in padding, `lengths` say where it begins. cuDNN takes lengt
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypedDict
 
@@ -39,7 +40,7 @@ from jax_fp8.kernels.explicit import (
     whole_rows,
 )
 from jax_fp8.kernels.vma import match_vma
-from jax_fp8.ops.dropped_attention import dropped_attention
+from jax_fp8.ops.dropped_attention import check_caps_logits, check_drops_weights, dropped_attention
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
 MASKS = {"segment_ids": "b u", "key_segment_ids": "b v", "lengths": "b", "key_lengths": "b"}
@@ -60,6 +61,8 @@ def attention(
     key_lengths: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    scale: float | None = None,
+    logit_cap: float | None = None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none; of one sequence without the
     batch dim.
@@ -73,6 +76,8 @@ def attention(
         as above. A query that sees no key has zeros as its result.
       dropout_rate, dropout_key: how likely a weight is dropped, and one random key; not by cuDNN, see
         ops/dropped_attention.py. On Explicit axes every device has masks of its own.
+      scale: of the products of queries and keys; None: `head_dim ** -0.5`.
+      logit_cap: the scaled products become `logit_cap * tanh(product / logit_cap)`; not by cuDNN. None leaves them.
     """
     arrays = segment_ids, key_segment_ids, lengths, key_lengths
     masks = {name: array for name, array in zip(MASKS, arrays, strict=True) if array is not None}
@@ -87,6 +92,8 @@ def attention(
             window=window,
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
+            scale=scale,
+            logit_cap=logit_cap,
             **masks,
         )[0]
     if window is not None and not causal:
@@ -95,7 +102,9 @@ def attention(
         check_drops_weights(implementation)
         assert dropout_key is not None, "dropout draws from a key"
         masks[RANDOM_KEY] = dropout_key
-    attend = partial(_attend, causal, implementation, window, dropout_rate, tuple(masks))
+    if logit_cap is not None:
+        check_caps_logits(implementation)
+    attend = partial(_attend, _Static(causal, implementation, window, dropout_rate, scale, logit_cap), tuple(masks))
     operands = query, key, value, *masks.values()
     mesh = explicit_mesh(*operands)
     if mesh is not None:
@@ -113,21 +122,18 @@ def attention(
     return attended[0]
 
 
-def check_drops_weights(implementation: str | None, of: str = "attention") -> None:
-    """Raise if cuDNN would have to drop attention weights; `of` names the layer in the message."""
-    if implementation == "cudnn":
-        raise ValueError(
-            f"{of}: cuDNN's attention cannot drop weights with a new mask in every step, so "
-            'attention_dropout_rate needs implementation="xla" (attention_implementation="xla" of a GPT or a '
-            "TransformerBlock), got cuDNN; pass that, or attention_dropout_rate=0"
-        )
+@dataclass(frozen=True)
+class _Static:
+    causal: bool
+    implementation: str | None
+    window: int | None
+    rate: float
+    scale: float | None
+    logit_cap: float | None
 
 
 def _attend(
-    causal: bool,
-    implementation: str | None,
-    window: int | None,
-    rate: float,
+    static: _Static,
     names: tuple[str, ...],
     query: jax.Array,
     key: jax.Array,
@@ -142,7 +148,7 @@ def _attend(
     multiplies bfloat16 by float32, which strict promotion refuses.
     """
     query, key, value = name_residual("attention_operands", (query, key, value))
-    dtype = query.dtype
+    dtype, window, implementation = query.dtype, static.window, static.implementation
     if implementation != "cudnn" and jax.config.jax_numpy_dtype_promotion == "strict":
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     with implicit_promotion():
@@ -151,17 +157,28 @@ def _attend(
         by_name = dict(zip(names, masks, strict=True))
         random_key = by_name.pop(RANDOM_KEY, None)
         seen = _mask_and_lengths(**by_name)
-        if random_key is not None:
-            random_key = jax.random.fold_in(random_key, lax.axis_index(axes)) if axes else random_key
+        if random_key is not None or static.logit_cap is not None:
+            if random_key is not None and axes:
+                random_key = jax.random.fold_in(random_key, lax.axis_index(axes))
             return dropped_attention(
-                query, key, value, rate, random_key, is_causal=causal, local_window_size=local_window, **seen
+                query,
+                key,
+                value,
+                static.rate,
+                random_key,
+                is_causal=static.causal,
+                local_window_size=local_window,
+                scale=static.scale,
+                logit_cap=static.logit_cap,
+                **seen,
             ).astype(dtype)
         attended = jax.nn.dot_product_attention(
             query,
             key,
             value,
-            is_causal=causal,
+            is_causal=static.causal,
             implementation=implementation,  # type: ignore[arg-type]
+            scale=static.scale,
             local_window_size=local_window,
             **seen,
         ).astype(dtype)

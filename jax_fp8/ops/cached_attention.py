@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.ops.attention import attention
+from jax_fp8.ops.capped import capped
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +66,8 @@ def cached_attention(
     *,
     implementation: str | None,
     window: int | None = None,
+    scale: float | None = None,
+    logit_cap: float | None = None,
 ) -> tuple[jax.Array, KeyValueCache]:
     """Attention of the tokens that are read to themselves and to the cache.
 
@@ -73,7 +76,7 @@ def cached_attention(
     Args:
       query: (batch, seq, heads, head_dim).
       key, value: (batch, seq, kv_heads, head_dim), written into the cache.
-      window: as for `attention`.
+      window, scale, logit_cap: as for `attention`.
 
     Returns:
       Like `query`, and the cache with the new keys and values.
@@ -81,8 +84,17 @@ def cached_attention(
     first = jnp.int32(0) if cache.step is None else cache.prompt_slots + cache.step
     updated = replace(cache, key=_write(cache.key, key, first), value=_write(cache.value, value, first))
     if cache.step is not None:
-        return _attend(query, updated, cache.step, window), updated
-    attended = attention(query, key, value, causal=True, implementation=implementation, window=window)
+        return _attend(query, updated, cache.step, window, scale, logit_cap), updated
+    attended = attention(
+        query,
+        key,
+        value,
+        causal=True,
+        implementation=implementation,
+        window=window,
+        scale=scale,
+        logit_cap=logit_cap,
+    )
     is_own = is_token(cache.lengths, cache.prompt_slots)[:, :, None, None]
     return jnp.where(is_own, attended, attended[:, :1]), updated
 
@@ -103,13 +115,22 @@ def _write(slots: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(slots, new.swapaxes(1, 2).astype(slots.dtype), first, axis=2)
 
 
-def _attend(query: jax.Array, cache: KeyValueCache, step: jax.Array, window: int | None) -> jax.Array:
+def _attend(
+    query: jax.Array,
+    cache: KeyValueCache,
+    step: jax.Array,
+    window: int | None,
+    scale: float | None,
+    logit_cap: float | None,
+) -> jax.Array:
     """One query of each row and head, (batch, 1, heads, head_dim), to the cache; softmax in float32."""
     batch, _, heads, head_dim = query.shape
     kv_heads = cache.key.shape[1]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     into_float32 = {"preferred_element_type": jnp.float32}
-    logits = jnp.einsum("bkgd,bksd->bkgs", grouped, cache.key, **into_float32) / jnp.float32(head_dim**0.5)
+    logits = jnp.einsum("bkgd,bksd->bkgs", grouped, cache.key, **into_float32)
+    logits = logits / jnp.float32(head_dim**0.5) if scale is None else logits * jnp.float32(scale)
+    logits = capped(logits, logit_cap)
     seen = _seen(cache, step, window)
     logits = jnp.where(seen[:, None, None, :], logits, -jnp.inf)  # at least its own
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)

@@ -26,10 +26,9 @@ from jax import lax
 from jax_fp8.core.ids import as_ids, check_ids, is_token
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import TensorParallel, current_amax_axes, parts_of_batch, sum_over_batch
-from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient, nan_unless
 from jax_fp8.kernels.vma import match_vma
-from jax_fp8.ops.head import Head, check_head, make_head
+from jax_fp8.ops.head import Head, check_head, finished_logits, make_head, through_finish
 
 # Each chunk reads and writes the whole gradient of the weight, so chunks are large; but its logits are in memory:
 # 412 MB in bfloat16 for a vocabulary of 50,304.
@@ -48,6 +47,8 @@ def linear_cross_entropy(
     chunks: int | None = None,
     recipe: Recipe | None = None,
     tensor: TensorParallel | None = None,
+    divisor: float = 1.0,
+    cap: float | None = None,
 ) -> jax.Array:
     """The mean cross-entropy of the labels under `softmax(x · weightᵀ)`, in nats.
 
@@ -66,6 +67,7 @@ def linear_cross_entropy(
       recipe: CurrentScaling() or BlockScaling() computes the head in FP8; None in the dtype of `x`.
       tensor: in a step on shards, the axis that splits the vocabulary of `weight`, or None. Labels and mask are those
         of all tokens; with sequence parallelism `x` is this device's part of the rows.
+      divisor, cap: of the logits; see `finished_logits`.
 
     Returns:
       f32[].
@@ -88,7 +90,7 @@ def linear_cross_entropy(
     check_head(labels.size // chunks, weight.shape[0], weight.shape[1], recipe)
     with jax.named_scope("cross_entropy"):
         of_tokens = _labels_and_shares(labels, mask, vocab, mask_total)
-        static = _Static(chunks, z_loss, recipe, tensor, current_amax_axes())
+        static = _Static(chunks, z_loss, recipe, tensor, current_amax_axes(), divisor, cap)
         return _loss(static, *match_vma(x, weight, *of_tokens))
 
 
@@ -130,6 +132,8 @@ class _Static:
     recipe: Recipe | None
     tensor: TensorParallel | None
     amax_axes: tuple[str, ...]
+    divisor: float
+    cap: float | None
 
     def head(self, x: jax.Array, weight: jax.Array) -> Head:
         return make_head(x, weight, self.recipe, self.tensor, self.amax_axes)
@@ -155,7 +159,7 @@ class _Static:
 def _loss(static: _Static, x: jax.Array, weight: jax.Array, labels: jax.Array, shares: jax.Array) -> jax.Array:
     head, total = static.head(x, weight), jnp.float32(0)
     for x_part, labels_part, shares_part in static.split(x, labels, shares):
-        logits = _logits(head, head.operand(x_part))
+        logits = finished_logits(head.logits(head.operand(x_part)), static.divisor, static.cap).astype(jnp.float32)
         if static.vocab_axes:
             _, loss, _ = cross_entropy_gradient(logits, labels_part, shares_part, static.z_loss, static.vocab_axes)
             total = total + jnp.sum(loss)
@@ -172,8 +176,10 @@ def _forward(static: _Static, x: jax.Array, weight: jax.Array, labels: jax.Array
             x_part, dx[-1] = lax.optimization_barrier((x_part, dx[-1]))
         operand = head.operand(x_part)
         of_tokens = labels_part, shares_part
-        dlogits, loss, lse = cross_entropy_gradient(head.logits(operand), *of_tokens, z_loss, static.vocab_axes)
-        bound = jnp.max(shares_part * (1 + 2 * z_loss * jnp.abs(lse)))  # of |dlogits|
+        logits = finished_logits(head.logits(operand), static.divisor, static.cap)
+        dlogits, loss, lse = cross_entropy_gradient(logits, *of_tokens, z_loss, static.vocab_axes)
+        dlogits = through_finish(dlogits, logits, static.divisor, static.cap)
+        bound = jnp.max(shares_part * (1 + 2 * z_loss * jnp.abs(lse))) / static.divisor  # of |dlogits|
         part, dweight = head.gradients(dlogits, operand, dweight, bound)
         dx.append(part)
         total = total + jnp.sum(loss)
@@ -188,11 +194,6 @@ def _backward(static: _Static, kept: tuple, dloss: jax.Array):
 
 
 _loss.defvjp(_forward, _backward)
-
-
-def _logits(head: Head, operand: PyTree) -> jax.Array:
-    """Rounded to the dtype of `x`, as a head that returns logits would, and float32 from there on."""
-    return head.logits(operand).astype(jnp.float32)
 
 
 def _loss_of(logits: jax.Array, labels: jax.Array, shares: jax.Array, z_loss: float) -> tuple[jax.Array, jax.Array]:

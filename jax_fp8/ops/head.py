@@ -30,6 +30,7 @@ from jax_fp8.kernels.explicit import einsum
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.weight_gradient import after, weight_gradient
+from jax_fp8.ops.capped import capped
 from jax_fp8.ops.collectives import gather_pair, gather_rows, gathered_columns, reduce_rows
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
@@ -181,6 +182,21 @@ def compute_logits(
     check_head(x.size // x.shape[-1], weight.shape[0], weight.shape[1], recipe)
     gemm = Fp8Gemm(recipe, "head", amax_axes=amax_axes)
     return gathered_columns(linear(x, parameters, gemm, x.dtype, tensor=tensor, split_dim="columns")[0], tensor)
+
+
+def finished_logits(logits: jax.Array, divisor: float = 1.0, cap: float | None = None) -> jax.Array:
+    """Logits divided, and between -cap and cap, as `cap * tanh(logits / cap)`; computed in float32 and rounded once."""
+    if divisor == 1 and cap is None:
+        return logits
+    return capped(logits.astype(jnp.float32) / divisor, cap).astype(logits.dtype)
+
+
+def through_finish(dlogits: jax.Array, finished: jax.Array, divisor: float, cap: float | None) -> jax.Array:
+    """The gradient of the logits of a head, from that of the result of `finished_logits`."""
+    if divisor == 1 and cap is None:
+        return dlogits
+    slope = 1.0 if cap is None else 1 - jnp.square(finished.astype(jnp.float32) / cap)
+    return (dlogits.astype(jnp.float32) * (slope / divisor)).astype(dlogits.dtype)
 
 
 def check_head(tokens: int, vocab: int, hidden: int, recipe: Recipe | None) -> None:

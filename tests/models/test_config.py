@@ -116,7 +116,10 @@ def test_layers(layers):
         ({"qk_norm": None}, "qk_norm must be True or False, got None"),
         ({"norm_epsilon": -1e-6}, "norm_epsilon must be a finite number that is not negative, got -1e-06"),
         ({"positions": "rotary", "rotary_base": 1.0}, "rotary_base must be a finite number above 1, got 1.0"),
-        ({"positions": "rotary", "rotary_scaling": 8.0}, "rotary_scaling must be a RotaryScaling or None, got 8.0"),
+        (
+            {"positions": "rotary", "rotary_scaling": 8.0},
+            "rotary_scaling must be a RotaryScaling, another scaling or None, got 8.0",
+        ),
         ({"rotary_base": 5e5}, "are for rotary positions, got them with positions='learned'; leave them out"),
         ({"rotary_scaling": fp8.RotaryScaling(factor=8.0)}, "are for rotary positions, got them with"),
     ],

@@ -1,8 +1,7 @@
 """The fields of a config.json, each with the type and the size that it must have.
 
 A file may come from a stranger, who may put a list where a number belongs, or a number such as 10**9. `Fields` refuses
-both in one sentence that names field and file. The table below has each family's default for a missing field. These are
-the defaults of `transformers` 5.24: a model whose file lacks a field was trained with its default.
+both in one sentence that names field and file. A missing field has the default of its family (families.py).
 """
 
 import math
@@ -11,33 +10,10 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from jax_fp8.core.files import shown
+from jax_fp8.models.huggingface.families import DEFAULTS
 
-# Defaults of the fields of each family. A field without a default must be there: sizes of a model are never guessed.
-_LLAMA = {
-    "num_key_value_heads": None,  # num_attention_heads
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_QWEN2 = _LLAMA | {"num_key_value_heads": 32}
-_WITH_EXPERTS = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
-DEFAULTS: dict[str, Mapping[str, object]] = {
-    "llama": _LLAMA,
-    "qwen2": _QWEN2,
-    "qwen3": _QWEN2 | {"head_dim": 128},
-    "mixtral": _LLAMA | _WITH_EXPERTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen3_moe": _LLAMA | _WITH_EXPERTS | {"num_key_value_heads": 4},
-    "gpt2": {
-        "n_inner": None,  # 4 n_embd
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    },
-}
 LARGEST_INTEGER = 2**31 - 1
+MOST_NUMBERS = 2**15  # in a list: half the features of the largest head
 
 
 @dataclass(frozen=True)
@@ -95,6 +71,25 @@ class Fields:
         if value is not None and not (isinstance(value, list) and all(isinstance(word, str) for word in value)):
             raise self.error(name, "a list of words", value)
         return value or []
+
+    def integers(self, name: str) -> list[int] | None:
+        """A field that is a list of integers; None where it is null or missing."""
+        value = self.described.get(name)
+        is_list = isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+        if value is not None and not is_list:
+            raise self.error(name, "a list of integers", value)
+        return None if value is None else list(value)  # type: ignore[call-overload]
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A field that is a list of numbers."""
+        value = self.get(name)
+        if not isinstance(value, list) or len(value) > MOST_NUMBERS or not all(map(is_number, value)):
+            raise self.error(name, f"a list of at most {MOST_NUMBERS:,} finite numbers", value)
+        return tuple(map(float, value))
+
+    def optional_number(self, name: str) -> float | None:
+        """A number, or None where it is null."""
+        return None if self.get(name) is None else self.number(name)
 
     def error(self, name: str, wanted: str, value: object) -> ValueError:
         return ValueError(f"{name} in {self.where} must be {wanted}, got {shown(value)}; no other can be converted")

@@ -16,7 +16,6 @@ import numpy as np
 from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
-from jax_fp8.models.huggingface.config_json import family_of
 
 # Tensors of a layer: their name without .weight or .bias, and ours. Kernels are transposed, except GPT-2's.
 ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
@@ -40,6 +39,23 @@ QWEN3_MOE_LAYER = WITHOUT_MLP | {
     "mlp.gate": ("mlp/router",),
     **{f"mlp.experts.{{}}.{name}_proj": (f"mlp/{name}",) for name in ("gate", "up", "down")},
 }
+GEMMA_LAYER = LLAMA_LAYER | {
+    "post_attention_layernorm": ("attention/post_norm",),
+    "pre_feedforward_layernorm": ("mlp/norm",),
+    "post_feedforward_layernorm": ("mlp/post_norm",),
+}
+OLMO_LAYER = {theirs: ours for theirs, ours in LLAMA_LAYER.items() if theirs != "input_layernorm"} | {
+    "post_attention_layernorm": ("attention/post_norm",),
+    "post_feedforward_layernorm": ("mlp/post_norm",),
+}
+PHI3_LAYER = {
+    "input_layernorm": ("attention/norm",),
+    "self_attn.qkv_proj": ("attention/query", "attention/key", "attention/value"),  # one after the other
+    "self_attn.o_proj": ("attention/out",),
+    "post_attention_layernorm": ("mlp/norm",),
+    "mlp.gate_up_proj": ("mlp/gate", "mlp/up"),
+    "mlp.down_proj": ("mlp/down",),
+}
 GPT2_LAYER = {
     "ln_1": ("attention/norm",),
     "attn.c_attn": ("attention/query", "attention/key", "attention/value"),  # side by side
@@ -62,6 +78,9 @@ TABLES = {
     "gpt2": ("transformer.h", GPT2_LAYER, GPT2_TOP),
     "mixtral": ("model.layers", MIXTRAL_LAYER, LLAMA_TOP),
     "qwen3_moe": ("model.layers", QWEN3_MOE_LAYER, LLAMA_TOP),
+    **dict.fromkeys(("gemma2", "gemma3_text"), ("model.layers", GEMMA_LAYER, LLAMA_TOP)),
+    **dict.fromkeys(("olmo2", "olmo3"), ("model.layers", OLMO_LAYER, LLAMA_TOP)),
+    "phi3": ("model.layers", PHI3_LAYER, LLAMA_TOP),
 }
 LEAVES = {"weight": (("kernel",), ("scale",), ()), "bias": (("bias",),)}  # leaves of our modules; () is a table
 
@@ -94,8 +113,8 @@ class Entry:
     def params_of(self, tensor: np.ndarray) -> list[np.ndarray]:
         """The params, or one expert's part of each, as views of the tensor."""
         ends = list(accumulate(shape[-1] for shape in self.shapes))
-        parts = np.split(tensor, ends[:-1], axis=-1) if len(ends) > 1 else [tensor]
-        return [part.T if self.is_transposed else part for part in parts]
+        whole = tensor.T if self.is_transposed else tensor
+        return np.split(whole, ends[:-1], axis=-1) if len(ends) > 1 else [whole]
 
     def tensor_of(self, params: list[jax.Array]) -> np.ndarray:
         """The tensor of these params; arrays of a device are fetched here."""
@@ -104,10 +123,9 @@ class Entry:
         return whole.T if self.is_transposed else whole
 
 
-def entries_of(config: GPTConfig) -> list[Entry]:
-    """All tensors of a model, in the order of its layers."""
+def entries_of(config: GPTConfig, family: str) -> list[Entry]:
+    """All tensors of a model in the layout of a family, in the order of its layers."""
     layer_shapes, other_shapes = _shapes(config)
-    family = family_of(config)
     (prefix, layer, top), linear_is_transposed = TABLES.get(family, LLAMA), family != "gpt2"
     entries = [entry for name, ours in top.items() for entry in _entries(name, (ours,), other_shapes.get, False)]
     for index in range(config.num_layers):
@@ -144,7 +162,8 @@ def _for_experts(entries: Iterable[Entry], experts: int) -> Iterator[Entry]:
 
 def _shapes(config: GPTConfig) -> tuple[dict[LayerPath, tuple[int, ...]], dict[LayerPath, tuple[int, ...]]]:
     """The shapes of the first layer's params, which all layers share, and of the params outside of the layers."""
-    model = GPT(replace(config, num_layers=1), recipe=None)
+    alike = {"sliding_window": None, "windowed_layers": None, "window_rotary_base": None, "unrotated_layers": ()}
+    model = GPT(replace(config, num_layers=1, **alike), recipe=None)
     params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))["params"]
     shapes = {names_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     in_layer = {path: shape for path, shape in shapes.items() if path[0] == "layer_0"}

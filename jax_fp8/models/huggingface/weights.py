@@ -22,17 +22,15 @@ from jax_fp8.core.files import MOST_BYTES, Unreadable, is_plain_name, read_json,
 from jax_fp8.core.paths import LayerPath, put_at_path
 from jax_fp8.core.types import PyTree
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.models.huggingface.config_json import read_config, write_config
+from jax_fp8.models.huggingface.config_json import family_of, read_config, write_config
 from jax_fp8.models.huggingface.layouts import Entry, entries_of
+from jax_fp8.models.huggingface.naming import named_as_whole_models, tied
 from jax_fp8.models.params_file import named_leaves
 from jax_fp8.models.tensor_file import Tensor, map_arrays, write_arrays
 from jax_fp8.nn.checks import check_dtype
 
 WHOLE, INDEX, SETTINGS = "model.safetensors", "model.safetensors.index.json", "config.json"
-OF_GPT2 = "transformer."  # the prefix of tensor names, which files of GPT-2 without a head lack
 DTYPES = ("float32", "bfloat16", "float16")
-# Buffers that some files have and no model needs: frequencies of rotary positions, masks of GPT-2.
-BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 LARGEST_PART = 5 * 10**9  # bytes
 MOST_SETTINGS = 2**20  # bytes of a config.json
 
@@ -40,7 +38,8 @@ MOST_SETTINGS = 2**20  # bytes of a config.json
 def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> tuple[GPTConfig, dict[str, PyTree]]:
     """Read a model of Hugging Face.
 
-    It is Llama (2, 3, 3.1, 3.2), Qwen2, Qwen2.5, Qwen3 (dense or with experts), Mixtral or GPT-2.
+    It is Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3 (dense or with experts), Gemma 2, Gemma 3 (text), OLMo 2,
+    OLMo 3, Phi-3, Phi-4, SmolLM3, Granite or GPT-2.
 
     Args:
       path: its folder, with config.json and safetensors files; or one such file beside its config.json.
@@ -72,9 +71,10 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
     settings = (files[0].parent if os.path.isfile(path) else Path(path)) / SETTINGS
     described = _read_json(settings, "it has the shape of the model", MOST_SETTINGS)
     config = read_config(described, str(settings))
-    tensors = _named_as_whole_models(_map_all(files), config)
+    tensors = named_as_whole_models(_map_all(files))
+    config, tensors = tied(config, tensors)
     _check_has_layers(path, tensors, config)
-    entries = entries_of(config)
+    entries = entries_of(config, str(described["model_type"]))
     _check_tensors(path, tensors, entries)
     params: dict[str, PyTree] = {}
     for param_path, param in _whole_params(entries, tensors):
@@ -91,12 +91,14 @@ def save_huggingface(
     dtype: Dtype | None = None,
     vocab_size: int | None = None,
     max_part_bytes: int = LARGEST_PART,
+    model_type: str | None = None,
     report: Callable[[int], None] = lambda written: None,
 ) -> None:
     """Write params as a model of Hugging Face: config.json and safetensors files, which `transformers` loads.
 
-    The layout is that of Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE or GPT-2, whichever fits the config; other shapes are
-    refused. Tokenizer and generation_config.json are not written: copy them from the model that training began with.
+    The layout is that of the first family that fits the config, of those that `load_huggingface` reads; other shapes
+    are refused. Tokenizer and generation_config.json are not written: copy them from the model that training began
+    with.
 
     Args:
       folder: is created; must not have a model yet.
@@ -105,6 +107,8 @@ def save_huggingface(
       dtype: of the files; None keeps the dtype of each array.
       vocab_size: the number of real tokens, where the vocabulary of `config` is padded: later rows are left out.
       max_part_bytes: a larger model is written as several files with an index.
+      model_type: the family of the layout, such as "mistral"; None: the first one that fits. Several fit where a model
+        does not use what sets a family apart, such as the window of Mistral.
       report: called after each tensor, with its bytes.
 
     Raises:
@@ -125,10 +129,13 @@ def save_huggingface(
     if dtype is not None:
         check_dtype("dtype", dtype)
     check_integer("max_part_bytes", max_part_bytes)
-    tensors = _make_tensors(config, params, dtype, vocab_size)
+    if not isinstance(config, GPTConfig):
+        raise ValueError(f"config must be a GPTConfig, got {describe(config)}; pass that of the model")
+    family = family_of(config, model_type)
+    tensors = _make_tensors(config, family, params, dtype, vocab_size)
     config = config if vocab_size is None else replace(config, vocab_size=vocab_size)
     parts = _parts(tensors, max_part_bytes)
-    described = write_config(config, jnp.dtype(next(iter(tensors.values())).dtype).name)
+    described = write_config(config, family, jnp.dtype(next(iter(tensors.values())).dtype).name)
     folder = Path(folder)
     _make_folder(folder)
     for name, part in parts.items():
@@ -183,18 +190,6 @@ def _map_all(files: Iterable[Path]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _named_as_whole_models(tensors: Mapping[str, np.ndarray], config: GPTConfig) -> dict[str, np.ndarray]:
-    """The tensors with the names of a model with a head, without buffers, and without a head that is the embedding."""
-    named = {name: array for name, array in tensors.items() if not name.endswith(BUFFERS)}
-    if "wte.weight" in named:
-        named = {name if name.startswith("lm_head.") else OF_GPT2 + name: array for name, array in named.items()}
-    table = named.get("model.embed_tokens.weight", named.get(f"{OF_GPT2}wte.weight"))
-    if config.tie_embeddings and table is not None and "lm_head.weight" in named:
-        if np.array_equal(named["lm_head.weight"], table):
-            del named["lm_head.weight"]
-    return named
-
-
 def _check_has_layers(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], config: GPTConfig) -> None:
     """Raise where there are fewer tensors than layers and experts. This runs before a table of a model of that size is
     made, which a wrong config.json could make huge.
@@ -214,9 +209,8 @@ def _check_tensors(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], e
         raise ValueError(f"{path} must have all tensors of its config.json, but {missing[0]} is missing; copy it again")
     extra = sorted(set(tensors) - set(wanted))
     if extra:
-        why = "other than the embedding that it is tied to" if extra == ["lm_head.weight"] else "of another model"
         raise ValueError(
-            f"{path} must have the tensors of its config.json alone, got also {shortened(extra[0])}, {why}"
+            f"{path} must have the tensors of its config.json alone, got also {shortened(extra[0])}, of another model"
         )
     for name, entry in wanted.items():
         tensor = tensors[name]
@@ -257,13 +251,13 @@ def _read_json(path: Path, why: str, most: int = MOST_BYTES) -> dict[str, object
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 
-def _make_tensors(config: GPTConfig, params: PyTree, dtype: Dtype | None, vocab_size: int | None) -> dict[str, Tensor]:
-    if not isinstance(config, GPTConfig):
-        raise ValueError(f"config must be a GPTConfig, got {describe(config)}; pass that of the model")
+def _make_tensors(
+    config: GPTConfig, family: str, params: PyTree, dtype: Dtype | None, vocab_size: int | None
+) -> dict[str, Tensor]:
     if vocab_size is not None:
         check_integer("vocab_size", vocab_size, most=config.vocab_size)
     leaves, tensors = named_leaves(params), {}
-    entries = entries_of(config)
+    entries = entries_of(config, family)
     shapes = {".".join(path): shape for entry in entries for path, shape in zip(entry.paths, entry.shapes, strict=True)}
     for name in sorted(set(shapes) ^ set(leaves)):
         here, there = ("the config", "the params") if name in shapes else ("the params", "the config")

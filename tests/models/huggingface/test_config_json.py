@@ -19,7 +19,7 @@ FAMILIES = {
 def test_presets_come_back(name):
     config = PRESETS[name]
     assert FAMILIES.get(name, family_of(config)) == family_of(config)
-    described = json.loads(json.dumps(write_config(config, "bfloat16")))
+    described = json.loads(json.dumps(write_config(config, family_of(config), "bfloat16")))
     assert read_config(described, "config.json") == config
     assert described["model_type"] == family_of(config) and described["torch_dtype"] == "bfloat16"
 
@@ -70,26 +70,28 @@ def test_rotary_positions_as_transformers_5_writes_them():
         (
             "llama",
             {"model_type": "qwen2_moe"},
-            "model_type in here must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, gpt2, got 'qwen2_moe'",
+            "model_type in here must be one of llama, qwen2, .*, granite, gpt2, got 'qwen2_moe'",
         ),
         ("llama", {"model_type": None}, "model_type in here must be one of .*, got None"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act in here must be 'silu', got 'gelu'"),
-        ("llama", {"attention_bias": True}, "attention_bias and mlp_bias must be equal, got True and False"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act in here must be 'silu' or 'swish' or .*, got 'gelu'"),
+        ("mixtral", {"hidden_act": "relu"}, "hidden_act in here must be 'silu' or 'swish', got 'relu'"),
+        ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings in here must be None"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config in here must be None, got {'bits': 4}"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor in here must be 1.0 or None, got 0.5"),
-        ("llama", {"rope_scaling": {"type": "yarn"}}, "must be of rope_type default, or llama3 with factor, .*'yarn'"),
-        ("llama", {"rope_scaling": {"factor": 2.0}}, "must be of rope_type default, or llama3 .* got {'factor': 2.0}"),
+        ("llama", {"rope_scaling": {"type": "yarn"}}, "must be of rope_type yarn with factor, with no other .*'yarn'"),
+        ("llama", {"rope_scaling": {"factor": 2.0}}, "must be of rope_type default, or one of .* got {'factor': 2.0}"),
+        ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, "must be of rope_type default, or one of .*'su'"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "got {.*rotary_factor': 0.5}",
         ),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "got {'full_attention': "),
-        ("llama", {"rope_scaling": oracle.SCALING | {"beta": 1.0}}, "must be of rope_type default, or llama3 .*'beta'"),
+        ("llama", {"rope_scaling": oracle.SCALING | {"beta": 1.0}}, "must be of rope_type default, or one of .*'beta'"),
         (
             "llama",
             {"rope_scaling": {"rope_type": "llama3"}},
-            "must be of rope_type default, or llama3 with factor, low_freq",
+            "must be of rope_type llama3 with factor and low_freq_factor and .*, with no other field, got",
         ),
         ("llama", {"num_key_value_heads": 3}, "here must describe a model: num_kv_heads must divide num_heads"),
         (
@@ -97,14 +99,27 @@ def test_rotary_positions_as_transformers_5_writes_them():
             {"num_attention_heads": 0},
             "here must describe a model: .*num_heads must be an integer of at least 1",
         ),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window in here must be False, got True"),
         (
             "qwen2",
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types in here must be full_attention",
+            "sliding_window in here must be an integer where layers have sliding_attention, got none; give it, and",
         ),
-        ("qwen3", {"attention_bias": True}, "attention_bias in here must be False, got True"),
-        ("mixtral", {"sliding_window": 4096}, "sliding_window in here must be None, got 4096"),
+        (
+            "llama",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types in here must be full_attention, got sliding_attention",
+        ),
+        (
+            "qwen2",
+            {"layer_types": ["chunked_attention"] * 2},
+            "must be full_attention or sliding_attention, got chunked",
+        ),
+        ("mixtral", {"attention_bias": True}, "attention_bias in here must be False, got True"),
+        (
+            "mixtral",
+            {"sliding_window": 0},
+            "here must describe a model: sliding_window must be an integer of at least 1",
+        ),
         ("qwen3 with experts", {"decoder_sparse_step": 2}, "decoder_sparse_step in here must be 1, got 2"),
         ("qwen3 with experts", {"mlp_only_layers": [0]}, r"mlp_only_layers in here must be \[\] or None, got \[0\]"),
         ("qwen3 with experts", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size in here must"),
@@ -140,7 +155,7 @@ def test_experts_as_published():
     found = read_config(qwen, "here")
     assert (found.num_experts, found.experts_per_token, found.mlp_hidden_size) == (128, 8, 768)
     assert found.qk_norm and found.normalize_router_weights and found.router_aux_loss == pytest.approx(0.001 * 8 / 48)
-    assert write_config(found, "bfloat16")["router_aux_loss_coef"] == 0.001
+    assert write_config(found, family_of(found), "bfloat16")["router_aux_loss_coef"] == 0.001
     renamed = {("num_local_experts" if name == "num_experts" else name): value for name, value in qwen.items()}
     assert read_config(renamed, "here") == found
     assert not read_config(qwen | {"norm_topk_prob": False}, "here").normalize_router_weights
@@ -150,7 +165,7 @@ def test_experts_as_published():
             read_config(lacking, "here")
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size"])
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"])
 def test_a_field_that_is_missing(field):
     described = {name: value for name, value in oracle.LLAMA.items() if name != field}
     with pytest.raises(ValueError, match=f"here must have the field '{field}', which a llama needs, but lacks it"):
@@ -172,17 +187,26 @@ def test_a_field_that_is_missing(field):
 )
 def test_shapes_that_no_family_has(fields):
     config = fp8.GPTConfig.preset("tiny", **fields)
-    with pytest.raises(ValueError, match=r"a model for Hugging Face must be like Llama, .* got GPTConfig\("):
-        write_config(config, "float32")
+    with pytest.raises(ValueError, match=r"a model for Hugging Face must be like one of llama, .* got GPTConfig\("):
+        family_of(config)
 
 
 def test_llamas_that_no_family_has():
-    for fields in ({"use_qkv_bias": True, "qk_norm": True}, {"use_bias": True, "use_qkv_bias": False}):
-        with pytest.raises(ValueError, match="a model for Hugging Face must be like Llama"):
+    for fields in (
+        {"use_qkv_bias": True, "qk_norm": True},
+        {"use_bias": True, "use_qkv_bias": False},
+        {"norm_placement": "after"},
+        {"attention_logit_cap": 50.0},
+        {"rotary_scaling": fp8.DynamicScaling(factor=2.0, original_length=64)},  # of a model for 128 tokens
+    ):
+        with pytest.raises(ValueError, match="a model for Hugging Face must be like one of llama, qwen2, "):
             family_of(fp8.GPTConfig.preset("tiny-llama", **fields))
 
 
 def test_a_window_is_not_lost():
-    """No layout that is known here has one, so a model that has must not be written as one without."""
-    with pytest.raises(ValueError, match=r"must attend to all earlier tokens, .* got sliding_window=64"):
-        write_config(fp8.GPTConfig.preset("tiny-llama", sliding_window=64), "float32")
+    """Llama has none, so a model that has one is written as one of another family."""
+    config = fp8.GPTConfig.preset("tiny-llama", sliding_window=64)
+    assert family_of(config) == "mistral"
+    assert read_config(write_config(config, "mistral", "float32"), "here").sliding_window == 64
+    with pytest.raises(ValueError, match="must be like one of llama, in every field"):
+        family_of(config, "llama")

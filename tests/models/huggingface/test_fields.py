@@ -3,30 +3,47 @@
 import huggingface as oracle
 import pytest
 
-from jax_fp8.models.huggingface.config_json import ARCHITECTURES, read_config
-from jax_fp8.models.huggingface.fields import DEFAULTS, Fields
+from jax_fp8.models.huggingface.config_json import read_config
+from jax_fp8.models.huggingface.families import ARCHITECTURES, DEFAULTS, FIXED
+from jax_fp8.models.huggingface.fields import Fields
 
 # As LlamaConfig() and so on say in transformers 5.24.0; the base of rotary positions is that of rope_parameters. The
 # first ones are None there until as many as heads, or hidden_size / heads, is put in their place.
 OF_TRANSFORMERS = {
-    "llama": (None, None, 1e-6, 1e4, False),
-    "qwen2": (32, None, 1e-6, 1e4, False),
-    "qwen3": (32, 128, 1e-6, 1e4, False),
-    "mixtral": (8, None, 1e-5, 1e6, False),
-    "qwen3_moe": (4, None, 1e-6, 1e4, False),
+    "llama": (None, None, 1e-6, 1e4, False, 2048),
+    "qwen2": (32, None, 1e-6, 1e4, False, 32_768),
+    "qwen3": (32, 128, 1e-6, 1e4, False, 32_768),
+    "mistral": (8, None, 1e-6, 1e4, False, 131_072),
+    "mixtral": (8, None, 1e-5, 1e6, False, 131_072),
+    "qwen3_moe": (4, None, 1e-6, 1e4, False, 32_768),
+    "gemma2": (4, 256, 1e-6, 1e4, True, 8192),
+    "gemma3_text": (4, 256, 1e-6, 1e6, True, 131_072),
+    "olmo2": (None, None, 1e-5, 1e4, False, 2048),
+    "olmo3": (None, None, 1e-5, 5e5, False, 2048),
+    "phi3": (None, None, 1e-5, 1e4, False, 4096),
+    "smollm3": (4, None, 1e-6, 2e6, True, 32_768),
+    "granite": (None, None, 1e-6, 1e4, False, 2048),
 }
-NAMES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
-FAMILIES = {described["model_type"]: described for described in oracle.CASES.values()}
+NAMES = (
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings",
+)  # fmt: skip
+SHAPE = {
+    name: oracle.LLAMA[name]
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
+FAMILIES = {family: SHAPE | {"model_type": family} for family in OF_TRANSFORMERS} | {
+    described["model_type"]: described for described in oracle.CASES.values()
+}
 
 
 def test_defaults_are_those_of_transformers():
-    assert set(DEFAULTS) == set(ARCHITECTURES) == {*OF_TRANSFORMERS, "gpt2"}
+    assert set(DEFAULTS) == set(ARCHITECTURES) == set(FIXED) == {*OF_TRANSFORMERS, "gpt2"}
     for family, values in OF_TRANSFORMERS.items():
         assert {name: DEFAULTS[family][name] for name in NAMES} == dict(zip(NAMES, values, strict=True)), family
     for family in ("mixtral", "qwen3_moe"):
         assert (DEFAULTS[family]["router_aux_loss_coef"], DEFAULTS[family]["norm_topk_prob"]) == (0.001, False)
     gpt2 = {"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-    assert DEFAULTS["gpt2"] == gpt2
+    assert DEFAULTS["gpt2"] == gpt2 | {"n_positions": 1024}
 
 
 @pytest.mark.parametrize("family", OF_TRANSFORMERS)
@@ -35,14 +52,17 @@ def test_a_model_without_fields_is_that_of_its_family(family):
     left_out = {*NAMES, "rope_scaling", "rope_parameters", "router_aux_loss_coef", "norm_topk_prob", "sliding_window"}
     described = {name: value for name, value in FAMILIES[family].items() if name not in left_out}
     described |= {"num_attention_heads": 32, "hidden_size": 256}
-    found, (kv_heads, head_dim, epsilon, base, tied) = read_config(described, "here"), OF_TRANSFORMERS[family]
+    found, (kv_heads, head_dim, epsilon, base, tied, longest) = read_config(described, "here"), OF_TRANSFORMERS[family]
     assert (found.kv_heads, found.features_of_head) == (kv_heads or 32, head_dim or 8)
     assert (found.norm_epsilon, found.rotary_base, found.tie_embeddings) == (epsilon, base, tied)
+    assert found.max_seq_len == longest
     if found.num_experts:
         assert found.router_aux_loss == pytest.approx(0.001 * found.experts_per_token / found.num_layers)
         assert found.normalize_router_weights == (family == "mixtral")
     # What is there counts, also where rotary positions stand together and say nothing of their base.
-    together = described | {"rms_norm_eps": 0.5, "rope_parameters": {"rope_type": "default"}}
+    plain = {"rope_type": "default"}
+    by_layers = {"full_attention": plain} if family in ("gemma3_text", "olmo3") else plain
+    together = described | {"rms_norm_eps": 0.5, "rope_parameters": by_layers}
     assert (read_config(together, "here").norm_epsilon, read_config(together, "here").rotary_base) == (0.5, base)
     assert read_config(described | {"num_key_value_heads": None}, "here").kv_heads == 32
 
@@ -85,14 +105,18 @@ LONG = "x" * 10**6
         ("llama", {"rope_scaling": 5}, "rope_scaling in here must be an object, got 5"),
         ("llama", {"rope_parameters": ["a"]}, r"rope_parameters in here must be an object, got \['a'\]"),
         ("llama", {"rope_parameters": {"rope_theta": "a"}}, "rope_theta in here must be a finite number, got 'a'"),
-        ("llama", {"rope_scaling": oracle.SCALING | {"factor": "8"}}, "must be of rope_type default, or llama3 with"),
+        (
+            "llama",
+            {"rope_scaling": oracle.SCALING | {"factor": "8"}},
+            "factor in here must be a finite number, got '8'",
+        ),
         ("llama", {"rope_scaling": oracle.SCALING | {"factor": 0.5}}, "here must describe a model: factor of a Rotary"),
         (
             "llama",
             {"rope_scaling": oracle.SCALING | {"original_max_position_embeddings": 2**63}},
             "original_max_position_embeddings in here must be an integer of at most 2,147,483,647, got 9223",
         ),
-        ("llama", {"rope_scaling": {"rope_type": [1]}}, "must be of rope_type default, or llama3"),
+        ("llama", {"rope_scaling": {"rope_type": [1]}}, "must be of rope_type default, or one of"),
         (
             "llama",
             {"rope_scaling": oracle.SCALING, "rope_parameters": {"rope_theta": 1e4}},
@@ -104,7 +128,7 @@ LONG = "x" * 10**6
         ("llama", {"layer_types": [["full_attention"]]}, "layer_types in here must be a list of words"),
         ("llama", {"layer_types": ["full_attention"]}, "layer_types in here must be one for each of 2 layers, got 1"),
         ("llama", {"layer_types": [LONG, LONG]}, r"layer_types in here must be full_attention, got xxx.*\.\.\.$"),
-        ("llama", {"hidden_act": ["silu"]}, r"hidden_act in here must be 'silu', got \['silu'\]"),
+        ("llama", {"hidden_act": ["silu"]}, r"hidden_act in here must be 'silu' or .*, got \['silu'\]"),
         ("gpt2", {"activation_function": ["gelu"]}, r"activation_function in here must be .*, got \['gelu'\]"),
         ("gpt2", {"n_inner": "a"}, "n_inner in here must be an integer"),
         ("mixtral", {"num_local_experts": 10**9}, "the number of experts in here must be at most 16,384, got 10000"),

@@ -11,7 +11,7 @@ from jax_fp8.models.huggingface.layouts import Entry, entries_of
 
 @pytest.mark.parametrize("case", oracle.CASES)
 def test_names_and_shapes_are_those_of_the_files(case):
-    entries = entries_of(read_config(oracle.CASES[case], "here"))
+    entries = entries_of(read_config(oracle.CASES[case], "here"), oracle.CASES[case]["model_type"])
     assert {entry.name: entry.shape for entry in entries} == oracle.shapes_of(oracle.CASES[case])
 
 
@@ -34,6 +34,17 @@ def test_a_tensor_that_is_transposed():
     np.testing.assert_array_equal(entry.tensor_of([kernel]), tensor)
 
 
+def test_a_tensor_of_several_params_that_is_transposed():
+    paths = ("gate", "kernel"), ("up", "kernel")
+    entry = Entry("gate_up_proj.weight", paths, ((4, 6), (4, 2)), is_transposed=True)
+    tensor = np.arange(32).reshape(8, 4)
+    gate, up = entry.params_of(tensor)
+    np.testing.assert_array_equal(gate, tensor[:6].T)
+    np.testing.assert_array_equal(up, tensor[6:].T)
+    assert entry.shape == tensor.shape and np.shares_memory(up, tensor)
+    np.testing.assert_array_equal(entry.tensor_of([gate, up]), tensor)
+
+
 def test_a_tensor_of_one_expert():
     entry = Entry("experts.1.w1.weight", (("gate", "kernel"),), ((3, 4, 6),), is_transposed=True, expert=1)
     kernels = np.arange(72).reshape(3, 4, 6)
@@ -45,5 +56,5 @@ def test_a_tensor_of_one_expert():
 
 
 def test_a_model_without_layers():
-    names = [entry.name for entry in entries_of(fp8.GPTConfig.preset("llama3.1-8b", num_layers=0))]
+    names = [entry.name for entry in entries_of(fp8.GPTConfig.preset("llama3.1-8b", num_layers=0), "llama")]
     assert names == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]

@@ -133,6 +133,18 @@ def test_what_some_files_have_besides(tmp_path):
         shutil.rmtree(tmp_path / "ours")
 
 
+def test_a_head_in_the_file_of_a_tied_model(folder_of, tmp_path):
+    """As transformers: alone it is the embedding too; beside another embedding the two are not tied."""
+    config, params = fp8.load_huggingface(folder_of("llama", tie_word_embeddings=True))
+    assert not config.tie_embeddings
+    np.testing.assert_array_equal(params["head"], tensors_of("llama")["lm_head.weight"])
+    tensors = dict(tensors_of("llama 3.2"))
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    config, params = fp8.load_huggingface(oracle.write_folder(tmp_path / "head", oracle.CASES["llama 3.2"], tensors))
+    assert config.tie_embeddings and "head" not in params
+    np.testing.assert_array_equal(params["embedding"], tensors["lm_head.weight"])
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -147,11 +159,6 @@ REFUSED = {
         tensors_of("llama") | {"model.layers.0.extra": np.ones(2, np.float32)},
         {},
         "the tensors of its config.json alone, got also model.layers.0.extra, of another model",
-    ),
-    "another head": (
-        tensors_of("llama"),
-        {"tie_word_embeddings": True},
-        "got also lm_head.weight, other than the embedding that it is tied to",
     ),
     "another shape": (
         tensors_of("llama") | {QUERY: np.ones((48, 40), np.float32)},

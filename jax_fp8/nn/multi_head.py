@@ -3,6 +3,8 @@
 x ─norm─ queries, keys, values ─qk_norm→ heads ...attention... → out ─dropout, residual→
 """
 
+import functools
+import warnings
 from dataclasses import KW_ONLY
 from typing import Literal, NamedTuple
 
@@ -154,8 +156,19 @@ def choose_implementation(module: MultiHead) -> Literal["cudnn", "xla"]:
         )
     if module.attention_logit_cap is not None:
         check_caps_logits(wanted, layer)
+        if wanted is None and jax.default_backend() == "gpu":
+            _warn_of_caps()
         return "xla"
     return wanted or ("cudnn" if jax.default_backend() == "gpu" and has_16_bits else "xla")
+
+
+@functools.cache
+def _warn_of_caps() -> None:
+    warnings.warn(
+        "attention with attention_logit_cap is computed by XLA, because cuDNN's has no cap: it is slower, and holds the "
+        'weights of all pairs of tokens in memory; attention_implementation="xla" says the same without this warning',
+        stacklevel=2,
+    )
 
 
 def weight_dropout(module: MultiHead, deterministic: bool | None, tensor: TensorParallel | None) -> WeightDropout:

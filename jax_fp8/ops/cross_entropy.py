@@ -28,7 +28,7 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import TensorParallel, current_amax_axes, parts_of_batch, sum_over_batch
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient, nan_unless
 from jax_fp8.kernels.vma import match_vma
-from jax_fp8.ops.head import Head, check_head, finished_logits, make_head, through_finish
+from jax_fp8.ops.head import Head, check_head, finished_logits, make_head, unfinished_gradient
 
 # Each chunk reads and writes the whole gradient of the weight, so chunks are large; but its logits are in memory:
 # 412 MB in bfloat16 for a vocabulary of 50,304.
@@ -176,9 +176,10 @@ def _forward(static: _Static, x: jax.Array, weight: jax.Array, labels: jax.Array
             x_part, dx[-1] = lax.optimization_barrier((x_part, dx[-1]))
         operand = head.operand(x_part)
         of_tokens = labels_part, shares_part
-        logits = finished_logits(head.logits(operand), static.divisor, static.cap)
-        dlogits, loss, lse = cross_entropy_gradient(logits, *of_tokens, z_loss, static.vocab_axes)
-        dlogits = through_finish(dlogits, logits, static.divisor, static.cap)
+        logits = head.logits(operand)
+        finished = finished_logits(logits, static.divisor, static.cap)
+        dlogits, loss, lse = cross_entropy_gradient(finished, *of_tokens, z_loss, static.vocab_axes)
+        dlogits = unfinished_gradient(dlogits, logits, static.divisor, static.cap)
         bound = jnp.max(shares_part * (1 + 2 * z_loss * jnp.abs(lse))) / static.divisor  # of |dlogits|
         part, dweight = head.gradients(dlogits, operand, dweight, bound)
         dx.append(part)

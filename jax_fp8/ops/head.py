@@ -191,11 +191,13 @@ def finished_logits(logits: jax.Array, divisor: float = 1.0, cap: float | None =
     return capped(logits.astype(jnp.float32) / divisor, cap).astype(logits.dtype)
 
 
-def through_finish(dlogits: jax.Array, finished: jax.Array, divisor: float, cap: float | None) -> jax.Array:
-    """The gradient of the logits of a head, from that of the result of `finished_logits`."""
+def unfinished_gradient(dlogits: jax.Array, logits: jax.Array, divisor: float, cap: float | None) -> jax.Array:
+    """The gradient of `logits`, from that of `finished_logits(logits)`. The slope of the cap comes from the logits before
+    it: near the cap, the rounded result no longer has it.
+    """
     if divisor == 1 and cap is None:
         return dlogits
-    slope = 1.0 if cap is None else 1 - jnp.square(finished.astype(jnp.float32) / cap)
+    slope = 1.0 if cap is None else 1 - jnp.square(jnp.tanh(logits.astype(jnp.float32) / (divisor * cap)))
     return (dlogits.astype(jnp.float32) * (slope / divisor)).astype(dlogits.dtype)
 
 

@@ -81,6 +81,30 @@ def test_against_float64(chunks, mask):
             reference.assert_close(np.zeros_like(zero), 100 * real, "float32")
 
 
+@pytest.mark.parametrize(("divisor", "cap"), [(4.0, None), (1.0, 3.0), (2.0, 1.5)])
+@pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["plain", "FP8"])
+def test_logits_divided_and_capped(divisor, cap, recipe):
+    x, weight, labels = inputs(np.float32 if recipe is None else jnp.bfloat16, size=0.3)
+
+    def by_hand(x, weight):
+        logits = x.astype(jnp.float32) @ weight.T / divisor
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)) * 100
+
+    def ours(x, weight, **finish):
+        return linear_cross_entropy(x, weight, labels, recipe=recipe, chunks=3, **finish) * 100
+
+    wanted, wanted_slopes = jax.value_and_grad(by_hand, argnums=(0, 1))(np.asarray(x, np.float32), weight)
+    found, slopes = jax.value_and_grad(partial(ours, divisor=divisor, cap=cap), argnums=(0, 1))(x, weight)
+    tolerance = 1e-5 if recipe is None else 0.08
+    for got, expected in zip((found, *slopes), (wanted, *wanted_slopes), strict=True):
+        distance = np.linalg.norm(np.asarray(got, np.float32) - expected)
+        assert distance < tolerance * np.linalg.norm(expected)
+    plain = jax.grad(ours, argnums=1)(x, weight)  # a negative control
+    assert np.linalg.norm(plain - wanted_slopes[1]) > 0.2 * np.linalg.norm(wanted_slopes[1])
+    assert jax.jit(partial(ours, divisor=divisor, cap=cap))(x, weight) == pytest.approx(float(found), rel=1e-5)
+
+
 def test_z_loss():
     loss, dx, dweight = compute(*inputs(), z_loss=0.1, chunks=2)
     expected, expected_dx, expected_dweight = oracle(*inputs(), z_loss=0.1)

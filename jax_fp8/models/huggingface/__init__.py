@@ -8,5 +8,6 @@ rotary_fields.py the same for rotary positions and their scaling
 fields.py        the fields of a config.json, with their types
 layouts.py       a table for each family: the names of tensors in files, and their params
 naming.py        names of tensors that differ from file to file, and tied heads
+quantized.py     weights in FP8 with a scale for each square
 weights.py       reads and writes the files
 """

@@ -15,6 +15,7 @@ from jax_fp8.core.files import shortened, shown
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.huggingface.families import ARCHITECTURES, FIXED
 from jax_fp8.models.huggingface.fields import Fields
+from jax_fp8.models.huggingface.quantized import block_of
 from jax_fp8.models.huggingface.reading import read_fields
 from jax_fp8.models.huggingface.writing import write_fields
 from jax_fp8.models.limits import check_limits
@@ -53,6 +54,7 @@ def read_config(described: Mapping[str, object], where: str) -> GPTConfig:
             wanted = " or ".join(map(repr, allowed))
             arrived = shown(described[name])
             raise ValueError(f"{name} in {where} must be {wanted}, got {arrived}; no other can be converted")
+    block_of(described, where)
     fields, names = Fields(described, where, family), GPT2_SIZES if family == "gpt2" else SIZES
     check_limits({"num_layers": fields.integer(names["num_layers"])}, where, names)  # before lists of so many layers
     shape = read_fields(fields)
@@ -127,4 +129,5 @@ def _canonical_windows(config: GPTConfig) -> dict[str, object]:
 
 def write_config(config: GPTConfig, family: str, dtype: str) -> dict[str, object]:
     """The config.json of a model of this family whose tensors have this dtype."""
-    return write_fields(config, family) | {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return write_fields(config, family) | {"torch_dtype": dtype, **ends}

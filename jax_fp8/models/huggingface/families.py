@@ -115,18 +115,13 @@ DEFAULTS: dict[str, Mapping[str, object]] = {
 }
 
 # Fields for which a GPT has one value only: the value where the field is missing, and the values that are accepted.
-_ALL = {"quantization_config": (None, [None])}
 _ROTATES_ALL = {"partial_rotary_factor": (1.0, [1.0, None]), "original_max_position_embeddings": (None, [None])}
-_GATED = _ALL | _ROTATES_ALL | {"hidden_act": ("silu", [*GATED_ACTIVATIONS])}
+_GATED = _ROTATES_ALL | {"hidden_act": ("silu", [*GATED_ACTIVATIONS])}
 _NO_BIAS = {"attention_bias": (False, [False])}
-_GEMMA = (
-    _ALL
-    | _ROTATES_ALL
-    | {
-        "hidden_activation": ("gelu_pytorch_tanh", [*GATED_ACTIVATIONS]),
-        "use_bidirectional_attention": (None, [None, False]),
-    }
-)
+_GEMMA = _ROTATES_ALL | {
+    "hidden_activation": ("gelu_pytorch_tanh", [*GATED_ACTIVATIONS]),
+    "use_bidirectional_attention": (None, [None, False]),
+}
 FIXED: dict[str, Mapping[str, tuple[object, list]]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "smollm3", "granite"), _GATED),
     "mixtral": _GATED | _NO_BIAS | {"hidden_act": ("silu", ["silu", "swish"])},
@@ -139,9 +134,8 @@ FIXED: dict[str, Mapping[str, tuple[object, list]]] = {
     "gemma2": _GEMMA,
     # transformers reads this field of Gemma 3 and does not use it.
     "gemma3_text": _GEMMA | {"attn_logit_softcapping": (None, [None])},
-    "phi3": _ALL | _NO_BIAS | {"hidden_act": ("silu", [*GATED_ACTIVATIONS])},
-    "gpt2": _ALL
-    | {
+    "phi3": _NO_BIAS | {"hidden_act": ("silu", [*GATED_ACTIVATIONS])},
+    "gpt2": {
         "activation_function": ("gelu_new", [*GPT2_ACTIVATIONS]),
         "scale_attn_weights": (True, [True]),
         "scale_attn_by_inverse_layer_idx": (False, [False]),

@@ -119,15 +119,17 @@ def _read_gemma(fields: Fields) -> Shape:
 
 
 def _read_olmo2(fields: Fields) -> Shape:
-    olmo = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "all"}
-    return olmo | _read_biases(fields, has_mlp_bias=False) | _without_windows(fields)
+    return _read_olmo(fields) | _without_windows(fields)
 
 
 def _read_olmo3(fields: Fields) -> Shape:
     is_windowed = [(index + 1) % 4 != 0 for index in range(fields.integer("num_hidden_layers"))]
-    return _read_olmo2(Fields({**fields.described, "layer_types": None}, fields.where, fields.family)) | (
-        _read_own_windows(fields, is_windowed)
-    )
+    return _read_olmo(fields) | _read_own_windows(fields, is_windowed)
+
+
+def _read_olmo(fields: Fields) -> Shape:
+    olmo = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "all"}
+    return olmo | _read_biases(fields, has_mlp_bias=False)
 
 
 def _read_phi3(fields: Fields) -> Shape:

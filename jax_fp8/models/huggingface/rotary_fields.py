@@ -204,6 +204,7 @@ def _write_scaling(scaling: Any) -> dict[str, object] | None:
             "short_factor": list(scaling.short_factors),
             "long_factor": list(scaling.long_factors),
             "attention_factor": scaling.attention_factor,
+            ORIGINAL: scaling.original_length,
         }
     kind["factor"] = scaling.factor
     if scaling.kind != "yarn":

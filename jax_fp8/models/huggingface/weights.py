@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype
 
-from jax_fp8.core.checks import check_integer, describe
+from jax_fp8.core.checks import check_bool, check_integer, describe
 from jax_fp8.core.files import MOST_BYTES, Unreadable, is_plain_name, read_json, shortened, shown, write_text
 from jax_fp8.core.paths import LayerPath, put_at_path
 from jax_fp8.core.types import PyTree
@@ -25,6 +25,7 @@ from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.huggingface.config_json import family_of, read_config, write_config
 from jax_fp8.models.huggingface.layouts import Entry, entries_of
 from jax_fp8.models.huggingface.naming import named_as_whole_models, tied
+from jax_fp8.models.huggingface.quantized import FIELD, WRITTEN, block_of, dequantized, quantized
 from jax_fp8.models.params_file import named_leaves
 from jax_fp8.models.tensor_file import Tensor, map_arrays, write_arrays
 from jax_fp8.nn.checks import check_dtype
@@ -43,7 +44,7 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
 
     Args:
       path: its folder, with config.json and safetensors files; or one such file beside its config.json.
-      dtype: of the params; None keeps the dtypes of the files.
+      dtype: of the params; None keeps the dtypes of the files. Weights in FP8 with scales of squares become bfloat16.
 
     Returns:
       The config, and the params of `GPT(config)` as nested dicts of NumPy arrays in the host's memory. Without `dtype`
@@ -71,7 +72,8 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
     settings = (files[0].parent if os.path.isfile(path) else Path(path)) / SETTINGS
     described = _read_json(settings, "it has the shape of the model", MOST_SETTINGS)
     config = read_config(described, str(settings))
-    tensors = named_as_whole_models(_map_all(files))
+    tensors, block = named_as_whole_models(_map_all(files)), block_of(described, str(settings))
+    tensors = tensors if block is None else dequantized(tensors, block, str(path), dtype or jnp.bfloat16)
     config, tensors = tied(config, tensors)
     _check_has_layers(path, tensors, config)
     entries = entries_of(config, str(described["model_type"]))
@@ -92,6 +94,7 @@ def save_huggingface(
     vocab_size: int | None = None,
     max_part_bytes: int = LARGEST_PART,
     model_type: str | None = None,
+    in_fp8: bool = False,
     report: Callable[[int], None] = lambda written: None,
 ) -> None:
     """Write params as a model of Hugging Face: config.json and safetensors files, which `transformers` loads.
@@ -109,6 +112,7 @@ def save_huggingface(
       max_part_bytes: a larger model is written as several files with an index.
       model_type: the family of the layout, such as "mistral"; None: the first one that fits. Several fit where a model
         does not use what sets a family apart, such as the window of Mistral.
+      in_fp8: write the weights of linear maps in FP8, with a scale for each square of 128 x 128. The rest has `dtype`.
       report: called after each tensor, with its bytes.
 
     Raises:
@@ -129,10 +133,11 @@ def save_huggingface(
     if dtype is not None:
         check_dtype("dtype", dtype)
     check_integer("max_part_bytes", max_part_bytes)
+    check_bool("in_fp8", in_fp8)
     if not isinstance(config, GPTConfig):
         raise ValueError(f"config must be a GPTConfig, got {describe(config)}; pass that of the model")
     family = family_of(config, model_type)
-    tensors = _make_tensors(config, family, params, dtype, vocab_size)
+    tensors = _make_tensors(config, family, params, dtype, vocab_size, in_fp8)
     config = config if vocab_size is None else replace(config, vocab_size=vocab_size)
     parts = _parts(tensors, max_part_bytes)
     described = write_config(config, family, jnp.dtype(next(iter(tensors.values())).dtype).name)
@@ -144,7 +149,7 @@ def save_huggingface(
         part_of = {name: file for file, part in parts.items() for name in part}
         total = sum(tensor.nbytes for tensor in tensors.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": part_of})
-    _write_json(folder / SETTINGS, described)
+    _write_json(folder / SETTINGS, described | ({FIELD: WRITTEN} if in_fp8 else {}))
 
 
 # ---- in --------------------------------------------------------------------------------------------------------------
@@ -252,7 +257,7 @@ def _read_json(path: Path, why: str, most: int = MOST_BYTES) -> dict[str, object
 
 
 def _make_tensors(
-    config: GPTConfig, family: str, params: PyTree, dtype: Dtype | None, vocab_size: int | None
+    config: GPTConfig, family: str, params: PyTree, dtype: Dtype | None, vocab_size: int | None, in_fp8: bool
 ) -> dict[str, Tensor]:
     if vocab_size is not None:
         check_integer("vocab_size", vocab_size, most=config.vocab_size)
@@ -271,7 +276,8 @@ def _make_tensors(
             raise ValueError(f"params to save must lie on devices of this process, but {name} does not; gather them")
     for entry in entries:
         entry_params = [leaves[".".join(path)] for path in entry.paths]
-        tensors[entry.name] = _make_tensor(entry, entry_params, dtype, vocab_size)
+        tensor = _make_tensor(entry, entry_params, dtype, vocab_size)
+        tensors |= quantized(tensor, entry) if in_fp8 else {entry.name: tensor}
     return tensors
 
 

@@ -76,7 +76,11 @@ def test_rotary_positions_as_transformers_5_writes_them():
         ("llama", {"hidden_act": "gelu"}, "hidden_act in here must be 'silu' or 'swish' or .*, got 'gelu'"),
         ("mixtral", {"hidden_act": "relu"}, "hidden_act in here must be 'silu' or 'swish', got 'relu'"),
         ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings in here must be None"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config in here must be None, got {'bits': 4}"),
+        (
+            "llama",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config in here must be None, or of quant_method .*{'bits': 4}",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor in here must be 1.0 or None, got 0.5"),
         ("llama", {"rope_scaling": {"type": "yarn"}}, "must be of rope_type yarn with factor, with no other .*'yarn'"),
         ("llama", {"rope_scaling": {"factor": 2.0}}, "must be of rope_type default, or one of .* got {'factor': 2.0}"),

@@ -93,6 +93,7 @@ class LayerNormMLP(Fp8Module):
             return drop(self, y, self.dropout_rate, x.astype(self.dtype) if self.residual else None)
         return y
 
+    @nn.nowrap  # no part of the paths that profiles and `explain` show
     def _multiply(
         self, x: jax.Array, norm: NormParameters, up: DeclaredGemm, down: DeclaredGemm, residual: bool
     ) -> jax.Array:
@@ -117,6 +118,7 @@ class LayerNormMLP(Fp8Module):
             down.stage(amaxes[1])
         return y
 
+    @nn.nowrap
     def _multiply_adapted(
         self, x: jax.Array, norm: NormParameters, up: DeclaredGemm, down: DeclaredGemm, residual: bool
     ) -> jax.Array:

@@ -98,7 +98,7 @@ def prepare(reading: Reading, data: pathlib.Path | None, cache: pathlib.Path) ->
                 f"{len(files):,} files, {(len(corpus.train) + len(corpus.held_out)) / 1e6:,.1f} MB",
                 f"vocabulary {encoder.vocab_size:,}, {len(corpus.train) / len(train):.2f} bytes a token",
                 f"{reading.tokens_read / len(train):.2f} epochs of {len(train):,} training tokens",
-                f"validation on {validation[0][:, 1:].size * batches:,} of {len(held_out):,} held-out tokens",
+                f"validation on {count * reading.batch_size * reading.seq_len:,} of {len(held_out):,} held-out tokens",
             ]
         ),
     )

@@ -97,6 +97,7 @@ class LayerNormMLP(Fp8Module):
         y = self._multiply(x, norm, up, down, self.residual and is_last)
         return y if is_last else end_branch(self, y, x.astype(self.dtype) if self.residual else None, deterministic)
 
+    @nn.nowrap  # no part of the paths that profiles and `explain` show
     def _multiply(
         self, x: jax.Array, norm: NormParameters | None, up: DeclaredGemm, down: DeclaredGemm, residual: bool
     ) -> jax.Array:
@@ -123,6 +124,7 @@ class LayerNormMLP(Fp8Module):
             down.stage(amaxes[1])
         return y
 
+    @nn.nowrap
     def _multiply_by_parts(
         self, x: jax.Array, norm: NormParameters | None, up: DeclaredGemm, down: DeclaredGemm, residual: bool
     ) -> jax.Array:

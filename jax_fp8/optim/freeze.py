@@ -1,5 +1,6 @@
 """Frozen params in the optimizer: no moments, no masters, no updates; and in a compiled step no gradients."""
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,8 @@ def freeze(
       An Optax transform.
 
     Raises:
-      ValueError: if not exactly one rule is given, or a rule is neither a regular expression nor a function.
+      ValueError: if not exactly one rule is given, or a rule is neither a regular expression nor a function. `init` and
+        `update` raise it where the rule matches no param.
 
     Example:
       >>> import jax.numpy as jnp
@@ -51,13 +53,20 @@ def freeze(
             f"freeze needs one rule, frozen or trained, got {'both' if frozen is not None else 'none'}; pass "
             'trained="lora_" to train adapters alone'
         )
-    is_named = _matcher(frozen if trained is None else trained)
+    rule = frozen if trained is None else trained
+    matches = _matcher(rule)
 
     def is_trained(params: PyTree) -> PyTree:
-        """Like the params: whether each is trained."""
-        return map_with_names(
-            lambda names, _: is_named("/".join(map(str, names))) == (trained is not None), params, is_leaf=is_fp8
-        )
+        """Like the params: whether each is trained. Raise where the rule matches none, as a misspelt one would."""
+        paths = map_with_names(lambda names, _: "/".join(map(str, names)), params, is_leaf=is_fp8)
+        matched = jax.tree.map(matches, paths)
+        if not any(jax.tree.leaves(matched)):
+            example = next(iter(jax.tree.leaves(paths)), "none")
+            raise ValueError(
+                f"a rule of freeze must match at least one param, got {rule!r}, which matches no path such as "
+                f"{example!r}; correct it, or leave freeze out"
+            )
+        return matched if trained is not None else jax.tree.map(operator.not_, matched)
 
     inner = optax.masked(optax.with_extra_args_support(tx), is_trained)
 

@@ -93,8 +93,8 @@ def _check_data(settings: Settings) -> None:
         )
     if settings.chat and settings.tokenizer in ("bytes", "bpe"):
         raise ValueError(
-            f"--chat needs a tokenizer with a chat template, got --tokenizer {settings.tokenizer}; name the folder of a "
-            "model that answers"
+            f"--chat needs a tokenizer with a chat template, got --tokenizer {settings.tokenizer}; name the folder of "
+            "a model that answers"
         )
     if settings.pack and not settings.text_field:
         raise ValueError(

@@ -53,7 +53,13 @@ def read_data(settings: Settings, encoder: Encoder | None = None) -> Data:
         return _of_records(settings, files, held_out, encoder)
     for flag, some in ((DATA, files), (VALIDATION, held_out or [])):
         _check_is_no_record(flag, some)
-    if _is_of_tokens(files):
+    is_of_tokens = _is_of_tokens(files)
+    if held_out is not None and _is_of_tokens(held_out) != is_of_tokens:
+        raise ValueError(
+            f"{VALIDATION} must have files of the same kind as {DATA}, got {shortened(str(held_out[0]))} beside "
+            f"{shortened(str(files[0]))}; name others"
+        )
+    if is_of_tokens:
         return _of_token_files(settings, files, held_out, encoder)
     return _of_text(settings, files, held_out, encoder)
 
@@ -88,8 +94,6 @@ def _of_token_files(
         raise ValueError(
             f"--data with files of tokens ({SUFFIX}) needs their tokenizer, got --tokenizer bpe; name its folder"
         )
-    if validation is not None and not _is_of_tokens(validation):
-        raise ValueError(f"{VALIDATION} must have files of tokens ({SUFFIX}) as --data has, got {validation[0]}")
     found: Encoder = ByteEncoder() if encoder is None else encoder
     tokens = map_tokens(files, settings.token_dtype, DATA)
     if validation is None:

@@ -119,9 +119,9 @@ class LibraryEncoder:
 
     def encode(self, text: bytes) -> np.ndarray:
         """The tokens of a text; only before the first of them is there a token that begins a text, if there is one."""
-        first, others = chunks(text)[:1], chunks(text)[1:]
-        encodings = self.tokenizer.encode_batch_fast(first)
-        encodings += self.tokenizer.encode_batch_fast(others, add_special_tokens=False)
+        parts = chunks(text)
+        encodings = self.tokenizer.encode_batch_fast(parts[:1])
+        encodings += self.tokenizer.encode_batch_fast(parts[1:], add_special_tokens=False)
         return np.concatenate([np.asarray(encoding.ids, np.int32) for encoding in encodings] or [np.empty(0, np.int32)])
 
     def encode_documents(self, documents: Sequence[str]) -> list[np.ndarray]:

@@ -67,6 +67,11 @@ def _of(settings: Settings) -> Start:
 
 
 def _of_a_run(run: Path) -> Start:
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"--init-from a run needs one process, which reads its checkpoint, got {jax.process_count()}; write "
+            "the run to a file by `python -m jax_fp8 export`, and begin with that"
+        )
     notes = notes_of(run)
     config = config_of(notes["model"], str(run))
 

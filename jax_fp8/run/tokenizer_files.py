@@ -10,7 +10,7 @@ strangers.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,14 +48,7 @@ def read_beside(folder: Path, remedy: str) -> Beside:
     Args:
       remedy: what the user can do if a file cannot be used; the end of the ValueError's sentence.
     """
-    files: dict[str, bytes] = {}
-    for name in BESIDE:
-        if not os.path.lexists(folder / name):
-            continue
-        try:
-            files[name] = read_bytes(folder / name)
-        except Unreadable as error:
-            raise ValueError(f"{folder / name} must be a file of a tokenizer, got {error}; {remedy}") from None
+    files = _contents(folder, BESIDE, remedy)
     described: dict[str, dict] = {}
     for name in (SPECIAL, SETTINGS):
         try:
@@ -102,14 +95,19 @@ def has_tokenizer(folder: Path) -> bool:
 
 def copied_files(folder: Path) -> dict[str, bytes]:
     """The contents of all files of a tokenizer in a folder, by name; those that cannot be read are a ValueError."""
+    return _contents(folder, (TOKENIZER, *BESIDE), "copy it again")
+
+
+def _contents(folder: Path, names: Iterable[str], remedy: str) -> dict[str, bytes]:
+    """The contents of the files of these names that are there; `remedy` as in `read_beside`."""
     files = {}
-    for name in (TOKENIZER, *BESIDE):
+    for name in names:
         if not os.path.lexists(folder / name):
             continue
         try:
             files[name] = read_bytes(folder / name)
         except Unreadable as error:
-            raise ValueError(f"{folder / name} must be a file of a tokenizer, got {error}; copy it again") from None
+            raise ValueError(f"{folder / name} must be a file of a tokenizer, got {error}; {remedy}") from None
     return files
 
 

@@ -91,8 +91,8 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
         raise
     shared = {name: value for name, value in dataclasses.asdict(settings).items() if name not in OF_ONE_PROCESS}
     try:
-        tokenizer = job.encoder.identity.encode()
-        agree(joined(fingerprint(repr(shared).encode(), tokenizer), job.train.digest, job.held_out.digest))
+        same = fingerprint(repr(shared).encode(), repr(job.model).encode(), job.encoder.identity.encode())
+        agree(joined(same, job.train.digest, job.held_out.digest))
     except ValueError:
         folder.remove()
         raise
@@ -117,10 +117,8 @@ def train(job: Job, recipe: str, folder: Folder, checkpoints: Checkpoints, leavi
 
     state = first_state(job, model, train_step, batch, checkpoints)
     folder.take_up()
-    held_out, mean_loss = (
-        on_mesh(job.mesh, job.held_out.validation(rows)),
-        make_validation(next_token_loss(model, deterministic=True)),
-    )
+    held_out = on_mesh(job.mesh, job.held_out.validation(rows))
+    mean_loss = make_validation(next_token_loss(model, deterministic=True))
 
     def validate() -> jax.Array:
         with progress.calling("validation"):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.checks import describe
-from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.lora import LORA_A, LORA_B, Lora
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, put_at_path
@@ -144,17 +144,13 @@ def _thawed(node: PyTree, like: PyTree, path: LayerPath) -> dict[str, PyTree]:
         if isinstance(child, Fp8Pair):
             kernels = kernel_paths(path)
             widths = [at_path(like, kernel).shape[-1] for kernel in kernels]
-            whole = jnp.swapaxes(_dequantized(child.columnwise), -1, -2)
+            whole = jnp.swapaxes(child.columnwise.dequantize(), -1, -2)
             parts = jnp.split(whole, np.cumsum(widths)[:-1], axis=-1)
             for kernel, part in zip(kernels, parts, strict=True):
                 put_at_path(params, kernel[:-1], {kernel[-1]: part})
         else:
             _join(params, _thawed(child, like, (*path, name)))
     return params
-
-
-def _dequantized(weight: Fp8Array) -> jax.Array:
-    return weight.dequantize(jnp.float32)
 
 
 def _join(into: dict[str, PyTree], tree: Mapping) -> None:

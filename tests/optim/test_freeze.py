@@ -87,6 +87,13 @@ def test_in_a_step(microbatches, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("rules", [{"frozen": "embed_tokens"}, {"trained": "adapter"}, {"frozen": lambda path: False}])
+def test_a_rule_that_matches_nothing_is_refused(rules):
+    """A misspelt one would freeze nothing, or everything."""
+    with pytest.raises(ValueError, match=r"must match at least one param, got .* such as 'bias'"):
+        fp8.freeze(optax.sgd(0.1), **rules).init(PARAMS)
+
+
 @pytest.mark.parametrize(
     "rules, sentence",
     [

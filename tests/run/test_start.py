@@ -14,6 +14,7 @@ import jax_fp8 as fp8
 from jax_fp8.run import checks, export, generate, train
 from jax_fp8.run.job import prepare
 from jax_fp8.run.settings import parse
+from jax_fp8.run.start import begin_from
 
 FLAGS = "--chat --steps 4 --eval-every 2 --seq-len 64 --batch-size 4 --sample-tokens 4".split()
 STILL = ["--learning-rate", "1e-30", "--weight-decay", "0"]  # so small that no param changes
@@ -116,7 +117,7 @@ def test_a_run_and_a_file_are_models_to_begin_with(tune, tmp_path, capsys, monke
     assert generate.main(["first", "--prompt", "what is", "--tokens", "4"]) == 0
 
 
-def test_what_cannot_be_begun_with_is_one_sentence(tune, tmp_path):
+def test_what_cannot_be_begun_with_is_one_sentence(tune, tmp_path, monkeypatch):
     chats.write_model(tmp_path / "model", max_seq_len=64)
     chats.write_model(tmp_path / "small", vocab=256)
     chats.write_tokenizer(tmp_path / "small")
@@ -138,6 +139,9 @@ def test_what_cannot_be_begun_with_is_one_sentence(tune, tmp_path):
         status, _, error = tune(*flags, start=start)
         assert status == 2 and words in error and len(error.splitlines()) == 1, (start, flags, error[-1000:])
     assert not (tmp_path / "runs").exists() and not (tmp_path / "a").exists()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"--init-from a run needs one process, .* got 2; write the run to a file"):
+        begin_from(parse([*tune.arguments, "--init-from", str(tmp_path / "full")]), None)
     with pytest.raises(ValueError, match="--export writes params that one process has, got several processes"):
         export.check_can_export(parse([*tune.arguments, "--export", str(tmp_path / "a"), "--num-processes", "2"]), None)
     assert checks.check(parse(tune.arguments)) is None

@@ -18,6 +18,7 @@ from jax_fp8.kernels.update_state import count_amaxes, update_state
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.generate import generate
 from jax_fp8.models.gpt import GPT
+from jax_fp8.models.huggingface.peft import load_adapters, save_adapters
 from jax_fp8.models.huggingface.weights import load_huggingface, save_huggingface
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.models.params_file import load_config, load_params, save_params
@@ -90,6 +91,7 @@ __all__ = [
     "fused_adam",
     "fused_adamw",
     "generate",
+    "load_adapters",
     "load_config",
     "load_huggingface",
     "load_params",
@@ -99,6 +101,7 @@ __all__ = [
     "next_token_loss",
     "quantize",
     "rules_from_names",
+    "save_adapters",
     "save_huggingface",
     "save_params",
     "shardings",

@@ -123,6 +123,8 @@ CALLS: dict[str, list[Call]] = {
     ),
     "load_huggingface": error(lambda: fp8.load_huggingface("nowhere")),
     "save_huggingface": error(lambda: fp8.save_huggingface("model", CONFIG, {})),
+    "load_adapters": error(lambda: fp8.load_adapters("nowhere", CONFIG)),
+    "save_adapters": error(lambda: fp8.save_adapters("adapters", CONFIG, {}, fp8.Lora(rank=2))),
     "load_config": error(lambda: fp8.load_config("nowhere")),
     "load_params": error(lambda: fp8.load_params("nowhere")),
     "save_params": error(lambda: fp8.save_params("a.safetensors", {"a.b": X})),

@@ -61,6 +61,9 @@ WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/models/config_checks.py": "tests/models/test_config.py makes a config of each mistake",
     "jax_fp8/models/huggingface/families.py": "tables; test_fields.py compares them with those of transformers",
     "jax_fp8/models/huggingface/writing.py": "test_config_json.py and test_reading.py read what it writes",
+    "jax_fp8/models/huggingface/json_files.py": "test_weights.py and test_peft.py read files that are wrong or missing",
+    "jax_fp8/models/huggingface/peft_config.py": "test_peft.py reads files with each field that is refused",
+    "jax_fp8/models/huggingface/peft_layout.py": "test_peft.py reads and writes matrices of one layer and of several",
     "jax_fp8/models/huggingface/naming.py": "test_weights.py reads files of all these kinds",
     "jax_fp8/report/finding.py": "a tuple and the words for its fields, without code",
 }
@@ -73,6 +76,7 @@ LONG_FILES: dict[str, str] = {
     "tests/gpu/adam_check.py": "a script for a device, with its oracle beside its checks",
     "tests/gpu/cross_entropy_check.py": "a script for a device, with its oracle beside its checks",
     "tests/gpu/kernel_check.py": "a script for a device: what several kernels share, each check beside its controls",
+    "tests/gpu/transformers_check.py": "a script, with the models and the lists of fields beside its checks",
     "tests/gpu/norm_check.py": "a script for a device, with its oracle beside its checks",
 }
 

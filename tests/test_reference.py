@@ -33,6 +33,7 @@ RAISES_NOTHING: dict[str, str] = {
     **dict.fromkeys(("E4M3", "E5M2", "HYBRID"), "a constant"),
     **dict.fromkeys(("GPT", "Dense", "LayerNormDense", "LayerNormMLP", "LayerNormMoE", "SelfAttention"), LINEN),
     **dict.fromkeys(("CrossAttention", "TransformerBlock", "DotGeneral", "Fp8Module"), LINEN),
+    "GPTConfig.layer_fields": "any number is of some layer",
     **dict.fromkeys(("Fp8Array", "WholeBatchLoss", "InPlace", "TrainState", "Diagnostics", "GemmTable"), PLAIN),
     "nnx.Conversion": PLAIN,
     "nnx.Fp8State": "a variable of Flax",

@@ -158,7 +158,20 @@ class GPTConfig:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def layer_fields(self, index: int) -> dict[str, Any]:
-        """The fields of a `TransformerBlock` in which layers differ, for the layer with this number."""
+        """The fields of a `TransformerBlock` in which layers differ.
+
+        Args:
+          index: the number of the layer, from 0.
+
+        Returns:
+          `sliding_window`, `rotary`, `rotary_base` and `rotary_scaling` of this layer, by name.
+
+        Example:
+          >>> import jax_fp8 as fp8
+          >>> config = fp8.GPTConfig.preset("tiny-llama", sliding_window=64, windowed_layers=(0, 2))
+          >>> [config.layer_fields(index)["sliding_window"] for index in range(3)]
+          [64, None, 64]
+        """
         is_windowed = self.sliding_window is not None and index in (
             range(self.num_layers) if self.windowed_layers is None else self.windowed_layers
         )

@@ -37,6 +37,8 @@ class CrossAttention(MultiHead, kw_only=True):
       num_heads, num_kv_heads, head_dim, qk_norm, implementation, fp8_attention: as in `SelfAttention`.
       norm, epsilon, use_bias, use_qkv_bias, out_init, residual, recompute: as in `SelfAttention`.
       dropout_rate, attention_dropout_rate, deterministic: as in `SelfAttention`.
+      qk_norm_over, attention_scale, attention_logit_cap: as in `SelfAttention`.
+      norm_placement, zero_centered_scale, residual_multiplier: as in `SelfAttention`.
       recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:

@@ -165,8 +165,8 @@ def choose_implementation(module: MultiHead) -> Literal["cudnn", "xla"]:
 @functools.cache
 def _warn_of_caps() -> None:
     warnings.warn(
-        "attention with attention_logit_cap is computed by XLA, because cuDNN's has no cap: it is slower, and holds the "
-        'weights of all pairs of tokens in memory; attention_implementation="xla" says the same without this warning',
+        "attention with attention_logit_cap is computed by XLA, because cuDNN's has no cap: it is slower, and holds "
+        'the weights of all pairs of tokens in memory; with attention_implementation="xla" there is no such warning',
         stacklevel=2,
     )
 

@@ -192,8 +192,8 @@ def finished_logits(logits: jax.Array, divisor: float = 1.0, cap: float | None =
 
 
 def unfinished_gradient(dlogits: jax.Array, logits: jax.Array, divisor: float, cap: float | None) -> jax.Array:
-    """The gradient of `logits`, from that of `finished_logits(logits)`. The slope of the cap comes from the logits before
-    it: near the cap, the rounded result no longer has it.
+    """The gradient of `logits`, from that of `finished_logits(logits)`. The slope of the cap comes from the logits
+    before it: near the cap, the rounded result no longer has it.
     """
     if divisor == 1 and cap is None:
         return dlogits

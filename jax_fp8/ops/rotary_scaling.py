@@ -198,7 +198,7 @@ class YarnScaling:
       >>> import jax_fp8 as fp8
       >>> scaling = fp8.YarnScaling(factor=4.0, original_length=4096)
       >>> scaling.frequencies(10_000.0, 4, length=8192), round(scaling.amplitude, 4)
-      (Array([1.   , 0.005], dtype=float32), 1.1386)
+      (Array([1.     , 0.00625], dtype=float32), 1.1386)
     """
 
     factor: float

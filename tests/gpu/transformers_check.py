@@ -347,7 +347,7 @@ def check_fields(report: Report):
 
 
 def check_missing_fields(report: Report):
-    """Where a field is deleted, from_pretrained decides what it means: we compute the same, or refuse what it refuses."""
+    """Where a field is deleted, from_pretrained decides what it means: we compute the same, or refuse it too."""
     for model_type in ARCHITECTURES:
         case = next(case for case in CASES if theirs(case).config.model_type == model_type)
         folder = Path(tempfile.mkdtemp())

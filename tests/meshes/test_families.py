@@ -1,4 +1,4 @@
-"""What the families of Hugging Face compute beside Llama, on a mesh: the loss and the gradients of one device, in float32.
+"""What the families of Hugging Face compute beside Llama, on a mesh: the loss and gradients of one device, in float32.
 
 The model has three kinds of layers (windows, bases of rotary positions), the same ones on each stage of a pipeline.
 """

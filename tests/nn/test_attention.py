@@ -126,7 +126,10 @@ def test_norms_of_heads_on_an_explicit_mesh():
     ("fields", "sentence"),
     [
         ({"rotary": True, "rotary_base": 0.0}, "SelfAttention: rotary_base must be a finite number above 1, got 0.0"),
-        ({"rotary_scaling": 8.0}, "SelfAttention: rotary_scaling must be a RotaryScaling or None, got 8.0"),
+        (
+            {"rotary_scaling": 8.0},
+            "SelfAttention: rotary_scaling must be a RotaryScaling, another scaling or None, got 8.0",
+        ),
         ({"sliding_window": 0}, "SelfAttention: sliding_window must be an integer of at least 1, got 0"),
         ({"sliding_window": 8, "causal": False}, "must be causal, got sliding_window=8 and causal=False"),
     ],

@@ -211,14 +211,14 @@ RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
         (
             {"sliding_window": 8},
             {},
-            "has no windows, padding, documents or dropout, got sliding_window; leave that out",
+            "has no windows, padding, documents, dropout, scale or cap, got sliding_window; leave that out",
         ),
         ({}, {"lengths": jnp.int32([3, 4])}, "got lengths; leave that out, or use fp8_attention=False"),
         ({}, {"segment_ids": jnp.ones((2, SEQ), jnp.int32)}, "got segment_ids"),
         (
             {"attention_dropout_rate": 0.1, "deterministic": False},
             {},
-            "documents or dropout, got dropout_rate and dropout_key",
+            "scale or cap, got dropout_rate and dropout_key",
         ),
         ({"head_dim": 64}, {}, "SelfAttention: FP8 attention needs a head_dim of 128, .*got 64"),
         ({"fp8_attention": 1}, {}, "fp8_attention must be True or False, got 1"),

@@ -10,4 +10,7 @@ layouts.py       a table for each family: the names of tensors in files, and the
 naming.py        names of tensors that differ from file to file, and tied heads
 quantized.py     weights in FP8 with a scale for each square
 weights.py       reads and writes the files
+json_files.py    JSON files beside the tensors
+peft.py          adapters in the layout of PEFT, in and out
+peft_config.py   their adapter_config.json: what its fields say, and which are refused
 """

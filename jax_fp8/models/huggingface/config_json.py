@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jax_fp8.core.files import shortened, shown
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.models.huggingface.families import ARCHITECTURES, FIXED
+from jax_fp8.models.huggingface.families import ARCHITECTURES, EXPERTS, FIXED
 from jax_fp8.models.huggingface.fields import Fields
 from jax_fp8.models.huggingface.quantized import block_of
 from jax_fp8.models.huggingface.reading import read_fields
@@ -69,18 +69,23 @@ def family_of(config: GPTConfig, family: str | None = None) -> str:
     """The first family in whose layout a model can be written, one of ARCHITECTURES; or `family`, if it can be that."""
     if family is not None and family not in ARCHITECTURES:
         raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {family!r}; leave it out")
-    families, wanted = ARCHITECTURES if family is None else (family,), _canonical(config)
-    for family in families:
-        try:
-            found = read_config(write_fields(config, family), "config.json")
-        except ValueError:  # this family has no such models
-            continue
-        if _canonical(found) == wanted:
-            return family
+    for found in ARCHITECTURES if family is None else (family,):
+        if fits(config, found):
+            return found
     raise ValueError(
-        f"a model for Hugging Face must be like one of {', '.join(families)}, in every field that changes what it "
-        f"computes, got {config}"
+        f"a model for Hugging Face must be like one of {', '.join(ARCHITECTURES if family is None else (family,))}, in "
+        f"every field that changes what it computes, got {config}"
     )
+
+
+def fits(config: GPTConfig, family: str) -> bool:
+    """Whether a family can compute what a config says."""
+    if bool(config.num_experts) != (family in EXPERTS):
+        return False
+    try:
+        return _canonical(read_config(write_fields(config, family), "config.json")) == _canonical(config)
+    except ValueError:  # this family has no such models
+        return False
 
 
 def _canonical(config: GPTConfig) -> GPTConfig:
@@ -99,9 +104,8 @@ def _canonical(config: GPTConfig) -> GPTConfig:
     if not config.qk_norm:
         optional["qk_norm_over"] = "head"
     if config.num_experts:
-        optional["router_aux_loss"] = float(
-            f"{config.router_aux_loss:.9g}"
-        )  # which is multiplied and divided on its way
+        # It is multiplied and divided on its way.
+        optional["router_aux_loss"] = float(f"{config.router_aux_loss:.9g}")
     else:
         optional |= {"experts_per_token": 2, "normalize_router_weights": True, "router_aux_loss": 0.01}
     return replace(

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+EXPERTS = ("mixtral", "qwen3_moe")  # families whose layers have experts
 # Names of activations in transformers, and ours; the first name of each is the one that is written.
 GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
 GATED_ACTIVATIONS = {

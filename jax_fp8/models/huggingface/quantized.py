@@ -9,6 +9,7 @@ Linear maps of layers are in FP8; embeddings, head, norms, biases and routers ke
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -38,17 +39,24 @@ def block_of(described: Mapping[str, object], where: str) -> tuple[int, int] | N
     quantization = described.get(FIELD)
     if quantization is None:
         return None
-    is_known = isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
-    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    is_block = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    if is_known and is_block:
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "fp8":
         others = {name: value for name, value in quantization.items() if name != "weight_block_size"}
-        if all(name in ALLOWED and (not ALLOWED[name] or value in ALLOWED[name]) for name, value in others.items()):
-            return block[0], block[1]
+        block = quantization.get("weight_block_size")
+        if _is_block(block) and all(_is_allowed(name, value) for name, value in others.items()):
+            rows, columns = block
+            return rows, columns
     raise ValueError(
         f'{FIELD} in {where} must be None, or of quant_method "fp8" with fmt "e4m3" and a weight_block_size such as '
         f"[128, 128], got {shown(quantization, 300)}; no other can be converted"
     )
+
+
+def _is_block(block: object) -> TypeGuard[list[int]]:
+    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+
+
+def _is_allowed(name: str, value: object) -> bool:
+    return name in ALLOWED and (ALLOWED[name] is None or value in ALLOWED[name])
 
 
 def dequantized(
@@ -59,12 +67,14 @@ def dequantized(
     for name in set(tensors) - set(found):
         of, scale = name.removesuffix(SCALE), tensors[name]
         values = found.get(of)
-        squares = () if values is None else tuple(-(-size // of) for size, of in zip(values.shape, block, strict=False))
+        squares = (
+            () if values is None else tuple(-(-size // part) for size, part in zip(values.shape, block, strict=False))
+        )
         if values is None or values.dtype != VALUES or values.ndim != 2 or scale.shape != squares:
             arrived = "no such tensor" if values is None else f"{values.dtype.name}{list(values.shape)}"
             raise ValueError(
-                f"{shortened(name)} in {where} must have a scale for each square of {block[0]} x {block[1]} of a matrix "
-                f"in float8_e4m3fn, got {list(scale.shape)} for {arrived}; copy it again"
+                f"{shortened(name)} in {where} must have a scale for each square of {block[0]} x {block[1]} of a "
+                f"matrix in float8_e4m3fn, got {list(scale.shape)} for {arrived}; copy it again"
             )
         if scale.dtype.name not in ("float32", "bfloat16"):
             raise ValueError(f"{shortened(name)} in {where} must be of float32 or bfloat16, got {scale.dtype}")
@@ -78,7 +88,7 @@ def _multiplied(values: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -
 
 
 def quantized(tensor: Tensor, entry: Entry) -> dict[str, Tensor]:
-    """What a file has for a tensor: the tensor itself, or for a linear map of a layer its values in FP8 and its scales."""
+    """What a file has for a tensor: the tensor itself, or for a linear layer its values in FP8 and its scales."""
     if entry.paths[0][-1] != "kernel" or "router" in entry.paths[0]:
         return {entry.name: tensor}
     rows, columns = tensor.shape

@@ -6,7 +6,6 @@
 Both keep every number, unless the caller asks for another dtype.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,11 +17,12 @@ import numpy as np
 from flax.typing import Dtype
 
 from jax_fp8.core.checks import check_bool, check_integer, describe
-from jax_fp8.core.files import MOST_BYTES, Unreadable, is_plain_name, read_json, shortened, shown, write_text
+from jax_fp8.core.files import is_plain_name, shortened, shown
 from jax_fp8.core.paths import LayerPath, put_at_path
 from jax_fp8.core.types import PyTree
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.huggingface.config_json import family_of, read_config, write_config
+from jax_fp8.models.huggingface.json_files import read_object, write_object
 from jax_fp8.models.huggingface.layouts import Entry, entries_of
 from jax_fp8.models.huggingface.naming import named_as_whole_models, tied
 from jax_fp8.models.huggingface.quantized import FIELD, WRITTEN, block_of, dequantized, quantized
@@ -70,7 +70,7 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
         check_dtype("dtype", dtype)
     files = _files_of(Path(path))
     settings = (files[0].parent if os.path.isfile(path) else Path(path)) / SETTINGS
-    described = _read_json(settings, "it has the shape of the model", MOST_SETTINGS)
+    described = read_object(settings, "it has the shape of the model", MOST_SETTINGS)
     config = read_config(described, str(settings))
     tensors, block = named_as_whole_models(_map_all(files)), block_of(described, str(settings))
     tensors = tensors if block is None else dequantized(tensors, block, str(path), dtype or jnp.bfloat16)
@@ -148,8 +148,8 @@ def save_huggingface(
     if len(parts) > 1:
         part_of = {name: file for file, part in parts.items() for name in part}
         total = sum(tensor.nbytes for tensor in tensors.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": part_of})
-    _write_json(folder / SETTINGS, described | ({FIELD: WRITTEN} if in_fp8 else {}))
+        write_object(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": part_of})
+    write_object(folder / SETTINGS, described | ({FIELD: WRITTEN} if in_fp8 else {}))
 
 
 # ---- in --------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def _files_of(path: Path) -> list[Path]:
         raise ValueError(
             f"{path} must have {WHOLE}, or its parts with {INDEX}, got {arrived}; save it as safetensors first"
         )
-    part_of = _read_json(path / INDEX, "it names the parts").get("weight_map")
+    part_of = read_object(path / INDEX, "it names the parts").get("weight_map")
     if not isinstance(part_of, dict):
         raise ValueError(f"{path / INDEX} must have an object weight_map, got {shown(part_of)}; copy it again")
     wrong = [name for name in part_of.values() if not is_plain_name(name)]
@@ -244,15 +244,6 @@ def _whole_params(entries: list[Entry], tensors: Mapping[str, np.ndarray]) -> It
         yield path, np.stack(params)
 
 
-def _read_json(path: Path, why: str, most: int = MOST_BYTES) -> dict[str, object]:
-    if not os.path.exists(path):
-        raise ValueError(f"{path} must be there: {why}; copy it too")
-    try:
-        return read_json(path, most)
-    except Unreadable as error:
-        raise ValueError(f"{path} must be a file with one JSON object, got {error}; copy it again") from None
-
-
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 
@@ -313,10 +304,3 @@ def _make_folder(folder: Path) -> None:
     others = sorted(file.name for file in folder.iterdir() if file.suffix == ".safetensors" or file.name == INDEX)
     if others:
         raise ValueError(f"{folder} must not have a model yet, got {others[0]}; choose another folder")
-
-
-def _write_json(path: Path, described: Mapping[str, object]) -> None:
-    try:
-        write_text(path, json.dumps(described, indent=2) + "\n")
-    except OSError as error:
-        raise ValueError(f"a model must find room in a folder, got {error}; choose another one") from error

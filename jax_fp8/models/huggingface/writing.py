@@ -6,7 +6,7 @@ A family's file is written also for a config that the family cannot compute. `fa
 from collections.abc import Callable, Mapping
 
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.models.huggingface.families import ARCHITECTURES, GATED_ACTIVATIONS, GPT2_ACTIVATIONS
+from jax_fp8.models.huggingface.families import ARCHITECTURES, EXPERTS, GATED_ACTIVATIONS, GPT2_ACTIVATIONS
 from jax_fp8.models.huggingface.rotary_fields import write_rotary
 
 Described = dict[str, object]  # fields of a config.json
@@ -43,7 +43,7 @@ def write_fields(config: GPTConfig, family: str) -> Described:
         "rms_norm_eps": config.norm_epsilon,
         **write_rotary(config, family),
     }
-    return described | _OWN[family](config) | (_write_router(config) if family in ("mixtral", "qwen3_moe") else {})
+    return described | _OWN[family](config) | (_write_router(config) if family in EXPERTS else {})
 
 
 def _name_of(activation: str, names: Mapping[str, str]) -> str | None:

@@ -16,6 +16,7 @@ from jax_fp8.nnx.linear_general import LinearGeneral
 
 SWAPPED = nnx.Linear, nnx.LinearGeneral
 MULTIPLIES = *SWAPPED, nnx.Einsum, nnx.LoRALinear  # layers that multiply by a kernel of their own
+OWN = ("kernel", "bias")  # variables of the layers that are swapped
 Sizes = int | tuple[int, ...]
 
 
@@ -58,8 +59,8 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter
 
     Returns:
       The paths of the swapped layers, and of those that multiply by a kernel and were not swapped, with reasons. A
-      reason is the filter, sizes that are not multiples of 16, settings that FP8 does not have, or another class. A
-      class derived from the two counts as another one.
+      reason is the filter, sizes that are not multiples of 16, settings or variables that the FP8 layer does not have,
+      such as adapters, or another class. A class derived from the two counts as another one.
 
     Raises:
       ValueError: if `model` is not a model with layers inside, or `recipe` is not a recipe.
@@ -108,6 +109,9 @@ def _why_not(layer: nnx.Module) -> str | None:
     k, n = (math.prod(_as_tuple(sizes)) for sizes in (layer.in_features, layer.out_features))
     if k % 16 or n % 16:
         return f"FP8 needs features divisible by 16, got {k} to {n}"
+    added = sorted(name for name, value in vars(layer).items() if name not in OWN and isinstance(value, nnx.Variable))
+    if added:
+        return f"has variables that {type(layer).__name__} does not have, {' and '.join(added)}"
     others = {
         "batch_axis": not getattr(layer, "batch_axis", None),
         "promote_dtype": layer.promote_dtype is dtypes.promote_dtype,

@@ -6,9 +6,10 @@ The dict has the form of a Linen model's collection "fp8", so every function tha
 state of an NNX model.
 """
 
+import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -97,7 +98,20 @@ def prepare_gemm(
     layer: str, state: GemmState | None, parameters: LinearParameters
 ) -> tuple[LinearParameters, Fp8Gemm | None]:
     """Parameters and FP8 GEMM as the layer's op takes them; without a state there is no FP8 GEMM."""
-    return (parameters, None) if state is None else state.gemm(layer, parameters)
+    if state is None:
+        return parameters, None
+    if hasattr(state, "qwix_path"):  # qwix marks the modules of a model that it has taken up
+        _warn_of_qwix(layer)
+    return state.gemm(layer, parameters)
+
+
+@cache
+def _warn_of_qwix(layer: str) -> None:
+    warnings.warn(
+        f"{layer} is in FP8, so qwix gives it no adapter and does not quantize it: apply qwix first, and then convert "
+        "the layers that are left",
+        stacklevel=4,
+    )
 
 
 def stage_in(state: GemmState | None, gemm: Fp8Gemm | None, amaxes: jax.Array | None) -> None:

@@ -228,10 +228,15 @@ def shape_of(config: GPTConfig) -> Shape:
     )
 
 
-def operations_of_a_token(config: GPTConfig) -> float:
-    """Model FLOPs of training on one token of a whole sequence: forward and backward of every product."""
-    length = config.max_seq_len
-    return operations_of(Setting(shape=shape_of(config), batch=1, sequence=length)) / length
+def operations_of_a_token(config: GPTConfig, is_frozen: bool = False) -> float:
+    """Model FLOPs of training on one token of a whole sequence: forward and backward of every product.
+
+    `is_frozen`: the weights have no gradients, because adapters are trained. Their own few products are not counted.
+    """
+    length, shape = config.max_seq_len, shape_of(config)
+    weight_gradients = 2 * (shape.of_layers + shape.vocab * shape.width)
+    whole = operations_of(Setting(shape=shape, batch=1, sequence=length)) / length
+    return whole - weight_gradients if is_frozen else whole
 
 
 def setting_of(choices: Choices) -> Setting:

@@ -1,6 +1,7 @@
 """Checkpoints of a run: what one contains, how it is written and read, and what may differ when a run is resumed.
 
     runs/<name>/checkpoints/<step>/    params, opt_state, fp8    arrays, sharded or not
+                                       fp8_frozen                the same, with --lora: kernels that are frozen in FP8
                                        notes                     everything else, as JSON
 
 Orbax copies the arrays to the host and writes them while training continues. It renames the folder to the step's number
@@ -134,11 +135,12 @@ class Checkpoints:
         is_new = not has_scales and bool(like.fp8)
         fp8_state = jax.tree.map(_put, new_fp8(), like.fp8) if is_new else items.get("fp8", {})
         step = _put(self.last["step"], like.step)
-        return TrainState(step, items["params"], fp8_state, items["opt_state"]), is_new
+        collections = {name: items[name] for name in like.collections}
+        return TrainState(step, items["params"], fp8_state, items["opt_state"], collections=collections), is_new
 
     def restore_variables(self, like: Variables) -> dict[str, PyTree]:
-        """The collections "params" and "fp8" of the last checkpoint, as far as `like` has them, for a program that does
-        not train; `like` as in `restore`.
+        """The collections of `like` from the last checkpoint, for a program that does not train. `like` is as in
+        `restore`.
         """
         return self._read({name: jax.tree.map(_with_sharding, tree) for name, tree in like.items()})
 
@@ -281,7 +283,7 @@ def _sum_of_bits(array: jax.Array) -> jax.Array:
 
 def _items(state: TrainState) -> dict[str, PyTree]:
     """The trees of a state that a checkpoint has, without empty ones."""
-    items = {"params": state.params, "opt_state": state.opt_state, "fp8": state.fp8}
+    items = {"params": state.params, "opt_state": state.opt_state, "fp8": state.fp8, **state.collections}
     return {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
 
 

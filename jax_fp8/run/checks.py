@@ -5,24 +5,21 @@ the step. The checks here are those that the library would only do when it trace
 line, the text and the processes, which the library does not know.
 """
 
-import os
+import math
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.parallel.mesh import AXES, parse_axes
-from jax_fp8.plan.arithmetic import Setting, memory_of
-from jax_fp8.plan.gpt_plans import shape_of
 from jax_fp8.run.batches import Batches, Packed
 from jax_fp8.run.settings import OF_THE_MODEL, Settings
 
 AT_LEAST = {"steps": 1, "batch_size": 1, "seq_len": 1, "microbatches": 1, "eval_every": 1, "num_layers": 1,
             "num_heads": 1, "keep": 1, "stop_after_skips": 1, "sample_tokens": 0, "checkpoint_every": 0, "chunks": 0,
-            "vocab_size": 257}  # fmt: skip
+            "vocab_size": 257, "lora": 0}  # fmt: skip
 
 
 def check(settings: Settings) -> None:
@@ -48,6 +45,7 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder with --output")
     parse_steps(settings.profile, settings.steps)
     _check_recipe(settings)
+    _check_trained(settings)
     _check_processes(settings)
     _check_data(settings)
 
@@ -154,6 +152,29 @@ def _check_recipe(settings: Settings) -> None:
         )
 
 
+def _check_trained(settings: Settings) -> None:
+    """Raise where options of adapters and of frozen params do not fit together."""
+    if settings.lora_alpha is not None and not settings.lora:
+        raise ValueError(f"--lora-alpha is for --lora, got {settings.lora_alpha} without it; add --lora, such as 16")
+    if settings.lora_alpha is not None and not 0 < settings.lora_alpha < math.inf:
+        raise ValueError(
+            f"--lora-alpha must be a positive number, got {settings.lora_alpha}; leave it out for the rank"
+        )
+    if settings.lora and settings.init_from is None:
+        raise ValueError(
+            f"--lora trains adapters of a model that has learned already, got --lora {settings.lora} without "
+            "--init-from; name the model"
+        )
+    if settings.lora and settings.freeze:
+        raise ValueError("--lora freezes all params but the adapters, got --freeze too; leave one of them out")
+    try:
+        re.compile(settings.freeze)
+    except re.error as error:
+        raise ValueError(
+            f"--freeze must be a regular expression, as for re.search, got {settings.freeze!r}: {error}"
+        ) from None
+
+
 def _check_processes(settings: Settings) -> None:
     by_hand = {
         "--coordinator": settings.coordinator or None,
@@ -210,6 +231,11 @@ def check_on_mesh(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
             f"a pipeline computes attention in bfloat16, got --fp8-attention and --mesh {settings.mesh}; "
             "leave out --fp8-attention, or pipe"
         )
+    if settings.lora and (stages > 1 or (tensor > 1 and settings.recipe != "bf16")):
+        raise ValueError(
+            f"--lora runs over data and fsdp, because tensor and pipe cannot split kernels that are frozen in FP8, got "
+            f"--mesh {settings.mesh}; use another mesh"
+        )
     _check_widths(settings, model, tensor, stages * fsdp * tensor)
 
 
@@ -243,25 +269,6 @@ def _check_widths(settings: Settings, model: GPTConfig, tensor: int, parts: int)
             f"the vocabulary must be a multiple of {16 * tensor} with --fp8-head and tensor={tensor}, got "
             f"{model.vocab_size} tokens; change --mesh, or leave out --fp8-head"
         )
-
-
-def check_memory(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
-    """Raise if a device has no room for params and optimizer state alone; a step needs more than these."""
-    memory = memory_of(Setting(shape=shape_of(model), batch=1, sequence=model.max_seq_len, **mesh.shape))
-    moments = sum(jnp.dtype(dtype).itemsize for dtype in (settings.mu_dtype, settings.nu_dtype))
-    needed, room = memory.params + memory.optimizer * moments / 8, _memory(mesh)  # `memory_of` takes float32 moments
-    if needed > room:
-        raise ValueError(
-            f"params and optimizer state must fit into {room / 2**30:.1f} GiB of a device, got "
-            f"{needed / 2**30:,.1f} GiB; take a smaller model, or more devices by --mesh fsdp=8"
-        )
-
-
-def _memory(mesh: Mesh) -> float:
-    """Bytes of a device; CPU devices share their host's memory."""
-    devices = mesh.local_devices
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
 
 
 def check_size(train: Batches, held_out: Batches, settings: Settings) -> None:

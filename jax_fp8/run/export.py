@@ -24,7 +24,7 @@ from jax_fp8.run import command_line
 from jax_fp8.run.encoders import Encoder
 from jax_fp8.run.settings import Settings
 from jax_fp8.run.tokenizer_files import check_no_other, write_tokenizer
-from jax_fp8.run.trained import PARAMS, find, load_run
+from jax_fp8.run.trained import PARAMS, find, load_run, whole_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def export(wanted: Export) -> str:
     trained = load_run(find(wanted.run, wanted.output))
     tokenizer, folder = trained.encoder.files(), wanted.to.parent
     check_no_other(folder, tokenizer)
-    save_params(wanted.to, trained.variables["params"], trained.model.config)
+    save_params(wanted.to, whole_params(trained.model, trained.variables), trained.model.config)
     if not tokenizer:
         return f"{wanted.to} has {trained.origin}; its tokens are bytes"
     write_tokenizer(folder, tokenizer)

@@ -28,11 +28,12 @@ from jax_fp8.run.data import read_data
 from jax_fp8.run.devices import joined, make_mesh, own_rows
 from jax_fp8.run.encoders import Encoder, is_file
 from jax_fp8.run.export import check_can_export
+from jax_fp8.run.memory_checks import check_memory, check_state
 from jax_fp8.run.optimizer import make_optimizer
 from jax_fp8.run.resuming import describe_run
 from jax_fp8.run.settings import Settings
 from jax_fp8.run.start import Start, begin_from
-from jax_fp8.run.trained import encoder_of, make_model
+from jax_fp8.run.trained import encoder_of, make_init, make_model
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.train.step import TrainStep
 from jax_fp8.train.train_step import make_train_step
@@ -67,7 +68,7 @@ def prepare(settings: Settings, run: Path | None = None) -> Job:
     encoder, train, held_out = read_data(settings, encoder_to_use(settings, start, run))
     checks.check_size(train, held_out, settings)
     model = model_of(settings, encoder, start)
-    checks.check_memory(settings, mesh, model)
+    check_memory(settings, mesh, model)
     text = joined(train.digest, held_out.digest).hex()[:16]
     description = describe_run(settings, model, encoder.identity, text)
     job = Job(settings, model, encoder, train, held_out, mesh, description, start)
@@ -75,7 +76,7 @@ def prepare(settings: Settings, run: Path | None = None) -> Job:
         check_can_export(settings, model)
     model_and_step = make_step(job, settings.recipe)  # the library raises here if it cannot make the step,
     checks.check_on_mesh(settings, mesh, model)
-    state_shapes(job, *model_and_step)  # and here if the mesh cannot split the params
+    check_state(state_shapes(job, *model_and_step), mesh)  # and here if the mesh cannot split the params
     return job
 
 
@@ -144,9 +145,11 @@ def parallelism(job: Job) -> Parallelism | None:
 
 
 def init_arguments(job: Job, model: GPT) -> tuple[Callable[..., Variables], jax.Array, jax.Array]:
-    """The arguments of `step.init_state` and `step.state_shapes`: `model.init`, the seed's key, and tokens."""
+    """The arguments of `step.init_state` and `step.state_shapes`: a function like `model.init`, the seed's key, and
+    tokens.
+    """
     shape = (job.settings.batch_size, job.settings.seq_len)
-    return model.init, jax.random.key(job.settings.seed), jnp.zeros(shape, jnp.int32)
+    return make_init(model), jax.random.key(job.settings.seed), jnp.zeros(shape, jnp.int32)
 
 
 def state_shapes(job: Job, model: GPT, step: TrainStep) -> TrainState:

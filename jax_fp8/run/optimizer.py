@@ -7,13 +7,18 @@ import math
 
 import optax
 
+from jax_fp8.core.lora import LORA_A, LORA_B
+from jax_fp8.optim.freeze import freeze
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.run.settings import Settings
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that the settings describe; `fused_adamw` raises a ValueError for numbers that Adam cannot have."""
-    return fused_adamw(
+    """The optimizer that the settings describe; `fused_adamw` raises a ValueError for numbers that Adam cannot have.
+
+    It sees the params alone that are trained: with --lora the adapters, with --freeze what its rule leaves.
+    """
+    adam = fused_adamw(
         learning_rate_schedule(settings),
         settings.b1,
         settings.b2,
@@ -24,6 +29,9 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformationExtraArgs:
         max_grad_norm=settings.max_grad_norm or None,  # the norm also shows whether any gradient is not finite
         skip_nonfinite=True,
     )
+    if settings.lora:
+        return freeze(adam, trained=f"/({LORA_A}|{LORA_B})$")
+    return freeze(adam, settings.freeze) if settings.freeze else adam
 
 
 def learning_rate_schedule(settings: Settings) -> optax.Schedule:

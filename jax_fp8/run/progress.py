@@ -55,9 +55,9 @@ class Speed(NamedTuple):
     device: Device
 
     @classmethod
-    def for_model(cls, model: GPTConfig, mesh: jax.sharding.Mesh) -> "Speed":
+    def for_model(cls, model: GPTConfig, mesh: jax.sharding.Mesh, is_frozen: bool = False) -> "Speed":
         device = mesh.local_devices[0]
-        return cls(operations_of_a_token(model), mesh.size, peak_of(device.device_kind), device)
+        return cls(operations_of_a_token(model, is_frozen), mesh.size, peak_of(device.device_kind), device)
 
     def figures(self, tokens_per_second: float | None) -> dict[str, float | None]:
         """The entries of a row of the log; None where nothing is known."""

@@ -39,6 +39,13 @@ class Settings:
     init_from: Path | None = None
     """Begin with the model of a Hugging Face folder, of a file of params, or of a run of --output: its shape, its
     params and its tokenizer."""
+    freeze: str = ""
+    """Do not train the params whose path this regular expression is found in, such as "embedding|head"."""
+    lora: int = 0
+    """With --init-from, train adapters (LoRA) of this rank on all linear layers, and freeze the model. Its kernels are
+    kept in FP8, one byte each; with --recipe bf16 in --param-dtype. 0 trains the model itself."""
+    lora_alpha: float | None = None
+    """The adapters are multiplied by this number, divided by their rank; by default it is the rank."""
     data: Path | None = None
     """A file, or a folder of files: text, .jsonl or .parquet with --text-field or --chat, or .bin with numbers of
     tokens; by default the sources of Python's standard library."""

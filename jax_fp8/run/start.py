@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.types import PyTree
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.huggingface.weights import load_huggingface
@@ -24,7 +25,7 @@ from jax_fp8.report.run_format import CHECKPOINTS, OF_A_RUN, TOKENIZER
 from jax_fp8.run.checkpoints import read_last
 from jax_fp8.run.encoders import Encoder, LibraryEncoder
 from jax_fp8.run.settings import Settings, settings_from
-from jax_fp8.run.trained import encoder_of, find, is_run, make_model, notes_of, restored
+from jax_fp8.run.trained import encoder_of, find, is_run, make_model, notes_of, restored, whole_params
 
 
 class Start(NamedTuple):
@@ -78,7 +79,8 @@ def _of_a_run(run: Path) -> Start:
     def load(dtype: str) -> PyTree:
         settings = settings_from(notes["settings"])
         model = make_model(settings, config, settings.recipe)
-        return _cast(jax.device_get(restored(run, model, ("params",))["params"]), dtype)
+        collections = ("params",) if model.lora is None else ("params", FROZEN)
+        return _cast(jax.device_get(whole_params(model, restored(run, model, collections))), dtype)
 
     return Start(config, encoder_of(run, notes), load)
 

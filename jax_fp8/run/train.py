@@ -50,6 +50,7 @@ from jax_fp8.run.progress import Progress, Speed
 from jax_fp8.run.resuming import existing_run, interruption, locate_run
 from jax_fp8.run.settings import Settings, describe, parse
 from jax_fp8.run.spikes import Watch
+from jax_fp8.run.trained import make_init, whole_params
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.step import TrainStep
@@ -129,7 +130,9 @@ def train(job: Job, recipe: str, folder: Folder, checkpoints: Checkpoints, leavi
 
     log = Logbook(folder, recipe, settings.tensorboard, last["step"] if last else 0)
     watch = Watch(log, settings, diagnose, last)
-    progress = Progress(log, settings.steps, math.prod(shape), Speed.for_model(job.model, job.mesh), watch, last)
+    progress = Progress(
+        log, settings.steps, math.prod(shape), Speed.for_model(job.model, job.mesh, settings.lora > 0), watch, last
+    )
     profiled = parse_steps(settings.profile if folder.is_written else "", settings.steps)
     profile = Profile(folder.path / PROFILE / recipe, profiled, progress)
     with leaving.after_a_step(), checkpoints, log, progress, profile:
@@ -182,8 +185,7 @@ def new_state(job: Job, model: GPT, train_step: TrainStep) -> TrainState:
     init, *arguments = init_arguments(job, model)
     if job.start is None:
         return train_step.init_state(init, *arguments)
-    params = job.start.load(job.settings.param_dtype)
-    return train_step.init_state(lambda *inputs: {**init(*inputs), "params": params}, *arguments)
+    return train_step.init_state(make_init(model, job.start.load(job.settings.param_dtype)), *arguments)
 
 
 def make_validation(
@@ -276,7 +278,7 @@ def run(job: Job, folder: Folder, leaving: Leaving) -> int:
         print(f"\n--- after the held-out text\n{prompt}\n--- the model generates\n{text}\n---")
     if settings.export is not None:
         try:
-            print(write_huggingface(settings, job.model, trained.variables["params"], job.encoder))
+            print(write_huggingface(settings, job.model, whole_params(trained.model, trained.variables), job.encoder))
         except ValueError as error:
             raise CannotSave(str(error)) from error
     summary = f"validation loss: {settings.recipe} {trained.val_loss:.4f}"

@@ -5,6 +5,7 @@
 The model must fit on one device.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.files import Unreadable, read_json
-from jax_fp8.core.types import Variables
+from jax_fp8.core.lora import Lora
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.huggingface.weights import load_huggingface
@@ -24,6 +26,7 @@ from jax_fp8.report.run_format import CHECKPOINTS, CONFIG, OF_A_MODEL, TOKENIZER
 from jax_fp8.run.checkpoints import Checkpoints, read_last
 from jax_fp8.run.encoders import ByteEncoder, Encoder, LibraryEncoder, load_copy
 from jax_fp8.run.settings import Settings, settings_from
+from jax_fp8.state.frozen_kernels import freeze_kernels, merge_adapters
 
 PARAMS = ".safetensors"
 
@@ -38,17 +41,39 @@ class Trained(NamedTuple):
 
 
 def make_model(settings: Settings, config: GPTConfig, recipe: str) -> GPT:
-    """The GPT with one recipe; "bf16" has no FP8 anywhere."""
+    """The GPT with one recipe, and with the adapters of --lora; "bf16" has no FP8 anywhere."""
+    lora = Lora(rank=settings.lora, alpha=settings.lora_alpha) if settings.lora else None
+    plain = GPT(config, recipe=None, remat=settings.remat, param_dtype=jnp.dtype(settings.param_dtype), lora=lora)
     if recipe == "bf16":
-        return GPT(config, recipe=None, remat=settings.remat, param_dtype=jnp.dtype(settings.param_dtype))
-    return GPT(
-        config,
+        return plain
+    return plain.clone(
         recipe=layers_in(recipe, settings.fast),
         head_recipe=head_in(recipe) if settings.fp8_head else None,
-        remat=settings.remat,
-        param_dtype=jnp.dtype(settings.param_dtype),
         fp8_attention=settings.fp8_attention,
     )
+
+
+def make_init(model: GPT, params: PyTree = None) -> Callable[..., Variables]:
+    """`model.init` with these params in place of its own. With adapters, the kernels are frozen, in FP8 if the model
+    has a recipe.
+    """
+
+    def init(key: jax.Array, tokens: jax.Array) -> Variables:
+        variables = model.init(key, tokens)
+        if model.lora is not None:
+            forward = lambda variables: model.apply(variables, tokens)  # noqa: E731
+            return freeze_kernels(variables, model.recipe, params, forward=forward)
+        return variables if params is None else {**variables, "params": params}
+
+    return init
+
+
+def whole_params(model: GPT, variables: Variables) -> PyTree:
+    """The params of the model; adapters are merged into them."""
+    if model.lora is None:
+        return variables["params"]
+    plain = model.clone(lora=None, recipe=None, head_recipe=None, fp8_attention=False)
+    return merge_adapters(variables, model.lora, _shapes(plain.init)["params"])
 
 
 def find(name: str, output: Path, what: str = "a run") -> Path:
@@ -107,10 +132,14 @@ def encoder_of(run: Path, notes: JsonObject) -> Encoder:
 
 def restored(run: Path, model: GPT, collections: tuple[str, ...] | None = None) -> Variables:
     """The variables of a run's last checkpoint, or these collections of them."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), np.int32))
+    shapes = _shapes(make_init(model))
     wanted = {name: tree for name, tree in shapes.items() if collections is None or name in collections}
     with Checkpoints(run / CHECKPOINTS, every=0, keep=1, resume=True) as checkpoints:
         return checkpoints.restore_variables(wanted)
+
+
+def _shapes(init: Callable[..., Variables]) -> Variables:
+    return jax.eval_shape(init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), np.int32))
 
 
 def _is_of_huggingface(folder: Path) -> bool:

@@ -80,6 +80,29 @@ def test_what_was_left_is_said_with_reasons():
     assert "head: left as it is, FP8 needs features" in str(fp8.nnx.convert(Model(), RECIPE))
 
 
+def test_a_layer_with_adapters_is_left_with_them():
+    """As qwix adds them, as variables beside the kernel: an FP8 layer would lose them."""
+    model = Model()
+    layer = model.first
+    layer.kernel_lora_b = nnx.LoRAParam(jnp.ones((4, 32)))
+    layer.kernel_lora_a = nnx.LoRAParam(jnp.ones((32, 4)))
+    result = fp8.nnx.convert(model, RECIPE)
+    assert model.first is layer and hasattr(layer, "kernel_lora_a")
+    assert result.left["first"] == "has variables that Linear does not have, kernel_lora_a and kernel_lora_b"
+    assert sorted(result.converted) == [name for name in CONVERTED if name != "first"]
+
+
+def test_a_model_that_qwix_takes_up_later_warns():
+    """qwix sets this attribute of every module, and finds no product of its kind in an FP8 layer."""
+    layer = fp8.nnx.Linear(32, 48, recipe=RECIPE, rngs=nnx.Rngs(0))
+    layer(X)  # the control: no warning
+    layer.fp8.qwix_path = ("first",)
+    with pytest.warns(
+        UserWarning, match=r"Linear\(32, 48\) is in FP8, so qwix gives it no adapter .* apply qwix first"
+    ):
+        layer(X)
+
+
 @pytest.mark.parametrize(
     "where", [nnx.Not(nnx.PathContains("first")), lambda path, layer: path != ("first",)], ids=["filter", "function"]
 )

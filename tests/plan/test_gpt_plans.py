@@ -70,6 +70,8 @@ def test_a_token_takes_six_operations_a_param_and_attention(preset, params):
     assert operations_of_a_token(config) == pytest.approx(6 * params + attention, rel=0.02)
     longer = dataclasses.replace(config, max_seq_len=2 * config.max_seq_len)
     assert operations_of_a_token(longer) - operations_of_a_token(config) == pytest.approx(attention)
+    frozen = operations_of_a_token(config, is_frozen=True)  # no gradients of weights
+    assert frozen == pytest.approx(4 * params + attention, rel=0.02)
 
 
 def test_flags_are_what_a_model_and_its_optimizer_have():

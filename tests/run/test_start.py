@@ -117,6 +117,101 @@ def test_a_run_and_a_file_are_models_to_begin_with(tune, tmp_path, capsys, monke
     assert generate.main(["first", "--prompt", "what is", "--tokens", "4"]) == 0
 
 
+LORA = ["--lora", 4, "--lora-alpha", 8, "--learning-rate", "1e-2", "--checkpoint-every", 2]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh"),
+    [
+        ("delayed", "data=1"),
+        ("delayed", "fsdp=2"),
+        pytest.param("current", "data=2", marks=pytest.mark.slow),  # other tests freeze by each recipe, and on meshes
+        pytest.param("bf16", "data=1", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_tuned_on_a_frozen_model(recipe, mesh, tune, tmp_path, capsys, monkeypatch):
+    """They learn, only they change, a resumed run has the losses of a whole one, and the export has them merged."""
+    monkeypatch.chdir(tmp_path)
+    config, before = chats.write_model(tmp_path / "model")
+    flags = [*LORA, "--recipe", recipe, "--mesh", mesh, "--diagnose-every", 3]
+    status, _, error = tune(*flags, "--name", "whole", "--export", tmp_path / "out")
+    assert status == 0, error[-2000:]
+    assert tune(*flags, "--name", "mine")[0] == 0
+    shutil.rmtree(tmp_path / "runs/mine/checkpoints/4")
+    assert tune(*flags, "--resume", "mine")[0] == 0
+    mine, whole = (
+        [(row["step"], row["loss"], row["val_loss"]) for row in rows(tmp_path / "runs" / n)] for n in ("mine", "whole")
+    )
+    assert mine == whole and whole[-1][2] < whole[0][2] - 0.05
+    assert export.main(["whole", "--to", "whole.safetensors"]) == 0
+    exported, after = fp8.load_huggingface(tmp_path / "out")
+    assert exported == config
+    assert_same(after, jax.tree.map(np.asarray, fp8.load_params(tmp_path / "whole.safetensors")))
+    for path, old in jax.tree_util.tree_leaves_with_path(before):
+        new = after
+        for key in path:
+            new = new[key.key]
+        change = np.linalg.norm(np.asarray(new) - old) / np.linalg.norm(old)
+        if path[-1].key != "kernel":
+            assert change == 0, path
+        else:  # the adapter, and in FP8 the rounding of the frozen kernel
+            assert 0.001 < change < 0.3, (path, change)
+    capsys.readouterr()
+    assert generate.main(["whole", "--prompt", "what is", "--tokens", "4", "--temperature", "0"]) == 0
+    status, _, error = tune("--steps", 1, "--eval-every", 1, *STILL, "--recipe", "bf16", start="runs/whole")
+    assert status == 0, error[-2000:]  # a run that begins with it has its loss
+    begun = rows(tmp_path / "runs/whole-bf16")[0]["val_loss"]
+    assert begun == pytest.approx(whole[-1][2], rel=0.01) and begun < whole[0][2] - 0.05
+
+
+def test_without_adapters_the_same_file_is_left_as_it_was(tune, tmp_path):
+    """The control of the test above: adapters that do not learn change nothing but the rounding to FP8."""
+    _, before = chats.write_model(tmp_path / "model")
+    status, _, error = tune("--lora", 4, "--recipe", "bf16", *STILL, "--export", tmp_path / "out")
+    assert status == 0, error[-2000:]
+    _, after = fp8.load_huggingface(tmp_path / "out")
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(new, np.asarray(old, new.dtype), rtol=1e-6, atol=1e-9)
+
+
+def test_params_that_are_frozen_by_a_rule_keep_every_bit(tune, tmp_path):
+    _, before = chats.write_model(tmp_path / "model")
+    flags = ["--freeze", "embedding|layer_0/", "--learning-rate", "1e-3", "--export", tmp_path / "out"]
+    status, _, error = tune(*flags, "--recipe", "delayed")
+    assert status == 0, error[-2000:]
+    _, after = fp8.load_huggingface(tmp_path / "out")
+    for path, old in jax.tree_util.tree_leaves_with_path(before):
+        name = "/".join(key.key for key in path)
+        new = after
+        for key in path:
+            new = new[key.key]
+        assert np.array_equal(new, old) == name.startswith(("embedding", "layer_0/")), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lora", 4, "--freeze", "head"], "--lora freezes all params but the adapters, got --freeze too; leave"),
+        (["--lora", -1], "--lora must be at least 0, got -1"),
+        (["--lora-alpha", 8], "--lora-alpha is for --lora, got 8.0 without it; add --lora"),
+        (["--lora", 4, "--lora-alpha", 0], "--lora-alpha must be a positive number, got 0.0"),
+        (["--freeze", "(head"], "--freeze must be a regular expression, as for re.search, got '(head'"),
+        (["--freeze", "heads"], "a rule of freeze must match at least one param, got 'heads'"),
+        (["--lora", 4, "--mesh", "tensor=2"], "--lora runs over data and fsdp, because tensor and pipe cannot split"),
+    ],
+)
+def test_frozen_params_that_cannot_be_are_one_sentence(flags, words, tune, tmp_path):
+    chats.write_model(tmp_path / "model")
+    status, _, error = tune(*flags)
+    assert status == 2 and words in error and len(error.splitlines()) == 1, error[-1000:]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_adapters_of_a_random_model_are_refused(tune, tmp_path):
+    status, _, error = tune("--lora", 4, "--tokenizer", tmp_path / "model", start=None)
+    assert status == 2 and "of a model that has learned already, got --lora 4 without --init-from" in error
+
+
 def test_what_cannot_be_begun_with_is_one_sentence(tune, tmp_path, monkeypatch):
     chats.write_model(tmp_path / "model", max_seq_len=64)
     chats.write_model(tmp_path / "small", vocab=256)

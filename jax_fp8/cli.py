@@ -22,8 +22,9 @@ from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.schedules import SCHEDULES
+from jax_fp8.plan.choices import RECIPES, head_in, layers_in
 from jax_fp8.plan.described import GPUS
-from jax_fp8.plan.gpt_plans import RECIPES, head_in, layers_in, plan_preset
+from jax_fp8.plan.gpt_plans import plan_preset
 from jax_fp8.plan.rates import RateTable
 from jax_fp8.plan.rates_bench import measure_rates
 from jax_fp8.report.page import write_report
@@ -190,6 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
     planner.add_argument(
         "--remat", default="none", help="what layers keep: none, norms, full, or offload:N on the host"
     )
+    planner.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters alone, on a base frozen in FP8")
     planner.add_argument("--rates", metavar="FILE", help="estimate times by the rates of `tune --rates FILE`")
     planner.add_argument("--between-hosts", type=float, metavar="GB/S", help="of each GPU, where hosts have 8")
     planner.add_argument("--suggest", action="store_true", help="try the meshes of --devices, and rank them")

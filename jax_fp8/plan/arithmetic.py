@@ -11,102 +11,10 @@ from dataclasses import dataclass, replace
 
 from jax_fp8.plan.described import HOST
 from jax_fp8.plan.rates import Rates, fp8_rate, rate_at
-from jax_fp8.plan.shape import Shape
+from jax_fp8.plan.setting import Setting
 
 SCALES = 4 / 128  # bytes of scales for each FP8 element by tile: a float32 for a line of 128
 AT_WORK = 2  # layers whose activations exist a second time while their gradients are computed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A GPT's training step, and how a mesh spreads it.
-
-    Args:
-      batch, sequence: sequences of all devices together, and tokens of each.
-      by_tile: whether the recipe is `BlockScaling`.
-      recompute, full: `remat="norms"`, `remat="full"`.
-      offloaded: the N of `remat="offload:N"`.
-    """
-
-    shape: Shape
-    batch: int
-    sequence: int
-    microbatches: int = 1
-    pipe: int = 1
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    sequence_parallel: bool = False
-    schedule: str = "1f1b"
-    chunks: int = 1
-    fp8: bool = True
-    by_tile: bool = False
-    fp8_attention: bool = False
-    recompute: bool = False
-    full: bool = False
-    offloaded: int = 0
-    bf16_params: bool = False
-    bf16_moments: bool = False
-
-    @property
-    def devices(self) -> int:
-        return self.pipe * self.data * self.fsdp * self.tensor
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of a microbatch on one device."""
-        return self.batch * self.sequence / (self.data * self.fsdp * self.microbatches)
-
-    @property
-    def layers_of_a_step(self) -> float:
-        """Layers that a device computes in a step, counted once for each microbatch."""
-        return self.shape.layers * self.microbatches / self.pipe
-
-    @property
-    def bubble(self) -> float:
-        """The share of time in which a stage waits, if forward, input and weight gradients take equally long."""
-        microbatches, others = self.microbatches, self.pipe - 1
-        if self.schedule != "zero-bubble":
-            return others / (self.chunks * microbatches + others)
-        # So many weight gradients fill the bubble: one if there is a second group of microbatches, more from the third.
-        hidden = min(others, max(microbatches > self.pipe, microbatches - 2 * self.pipe + 1))
-        return (2 * others - hidden) / (3 * microbatches + 2 * others - hidden)
-
-    @property
-    def slots(self) -> float:
-        """For how many microbatches a stage keeps the residuals of all its layers at the same time."""
-        if self.pipe == 1:
-            return 1
-        if self.schedule == "gpipe":
-            return self.microbatches
-        # With enough microbatches, the first one is done by then, and its slot is free.
-        before = self.schedule != "zero-bubble" and self.microbatches >= 2 * self.pipe
-        first = min(self.microbatches - before, 3 * self.pipe - 2)
-        return (first + (self.chunks - 1) * self.pipe) / self.chunks
-
-    @property
-    def mesh(self) -> str:
-        sizes = {"pipe": self.pipe, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
-
-    @property
-    def flags(self) -> str:
-        """The flags of `python -m jax_fp8 plan` that spread the step like this."""
-        of_pipe = [f"--schedule {self.schedule}"] if self.pipe > 1 else []
-        of_pipe += [f"--chunks {self.chunks}"] if self.chunks > 1 else []
-        microbatches = [f"--microbatches {self.microbatches}"] if self.microbatches > 1 else []
-        parallel = ["--sequence-parallel"] if self.sequence_parallel else []
-        return " ".join([f"--mesh {self.mesh}", *parallel, *of_pipe, *microbatches])
-
-    def __str__(self) -> str:
-        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
-        words = [
-            self.mesh,
-            *(["sequence parallel"] if self.sequence_parallel else []),
-            *([f"{self.schedule}{chunks}"] if self.pipe > 1 else []),
-            *([f"{self.microbatches} microbatches"] if self.microbatches > 1 else []),
-        ]
-        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -140,6 +48,8 @@ class Memory:
 
 def memory_of(setting: Setting) -> Memory:
     """The bytes that one device needs for this step."""
+    if setting.lora:
+        return _memory_of_adapters(setting)
     shape, fsdp, tensor, pipe = setting.shape, setting.fsdp, setting.tensor, setting.pipe
     storage = fsdp * pipe
     of_layers, of_tables = shape.of_layers / tensor / pipe, shape.of_tables / tensor  # params after the all-gather
@@ -168,6 +78,25 @@ def memory_of(setting: Setting) -> Memory:
         activations=token_bytes * setting.tokens,
         sums=4 * (of_layers + of_tables) if several else 0,
         gradients=4 * summed if several else param * (of_layers + of_tables + summed),
+    )
+
+
+def _memory_of_adapters(setting: Setting) -> Memory:
+    """The same where adapters alone are trained. Frozen kernels are in FP8, one byte each, and whole on each device."""
+    shape, param = setting.shape, 2 if setting.bf16_params else 4
+    adapters = setting.lora * shape.of_ranks
+    kernels = shape.of_layers if setting.fp8 else param * shape.of_layers
+    token_bytes = shape.layers * (bytes_of_a_token(setting) + _bytes_of_operands(setting))
+    token_bytes += AT_WORK * _residuals_of_a_token(replace(setting, full=False))
+    optimizer = (4 if setting.bf16_moments else 8) + (2 if setting.bf16_params else 0)
+    return Memory(
+        params=kernels + param * (shape.of_tables + adapters) / setting.fsdp,
+        optimizer=optimizer * adapters / setting.fsdp,
+        weights=0 if setting.fp8 or setting.bf16_params else 2 * shape.of_layers,
+        tables=param * shape.of_tables if setting.fsdp > 1 else 0,
+        activations=token_bytes * setting.tokens,
+        sums=4 * adapters if setting.microbatches > 1 else 0,
+        gradients=param * adapters,
     )
 
 

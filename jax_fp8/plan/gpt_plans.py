@@ -5,28 +5,23 @@ Choices ─setting_of→ arithmetic: which meshes fit, which changes help
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jax_fp8.core.checks import check_integer
-from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.activation import is_gated
-from jax_fp8.kernels.fp8_attention import check_head_dim
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.models.remat import Remat
-from jax_fp8.optim.fused_adam import fused_adamw
-from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh, parse_axes
-from jax_fp8.plan.arithmetic import Setting, host_bytes_of, host_seconds_of, memory_of, operations_of
+from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh
+from jax_fp8.plan.arithmetic import host_bytes_of, host_seconds_of, memory_of, operations_of
+from jax_fp8.plan.choices import Choices, init_of, model_of, optimizer_of
 from jax_fp8.plan.described import GPUS, load_cudnn
 from jax_fp8.plan.rates import Rates, RateTable, rates_of
+from jax_fp8.plan.setting import Setting
 from jax_fp8.plan.shape import Shape
 from jax_fp8.plan.step_plan import GIB, USABLE, HostCopies, Plan, mesh_of_described, options_of_plan, plan_step
 from jax_fp8.plan.suggest import left_out, meshes_of, rank, remedies
@@ -34,90 +29,6 @@ from jax_fp8.train.train_step import make_train_step
 
 MOST_MICROBATCHES = 256  # that --suggest tries
 NAMES = 72  # columns of a mesh's description in the table
-RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """A user's description of a step: the flags of `python -m jax_fp8 plan`, by their names."""
-
-    preset: str
-    mesh: str = "data=1"
-    gpu: str = "h200"
-    batch: int | None = None
-    sequence: int | None = None
-    microbatches: int | None = None
-    recipe: str = "delayed"
-    fast: bool = False
-    fp8_head: bool = False
-    fp8_attention: bool = False
-    bf16_params: bool = False
-    bf16_moments: bool = False
-    sequence_parallel: bool = False
-    schedule: str | None = None
-    chunks: int | None = None
-    recompute: bool = False
-    remat: str = "none"
-    rates: str | None = None
-    between_hosts: float | None = None
-
-    @property
-    def config(self) -> GPTConfig:
-        config = GPTConfig.preset(self.preset)
-        return config if self.sequence is None else dataclasses.replace(config, max_seq_len=self.sequence)
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return parse_axes(self.mesh)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of a step on all devices; by default 8 in each microbatch of each part of the batch."""
-        if self.batch is not None:
-            return self.batch
-        return 8 * self.axes.get(DATA, 1) * self.axes.get(FSDP, 1) * self.microbatches_of_step
-
-    @property
-    def microbatches_of_step(self) -> int:
-        """The number of microbatches; by default 1, or 4 for each stage of a pipeline."""
-        if self.microbatches is not None:
-            return self.microbatches
-        return 4 * self.axes[PIPE] if self.axes.get(PIPE, 1) > 1 else 1
-
-    def check(self) -> None:
-        """Raise a ValueError of one sentence for flags that contradict each other or are not supported."""
-        layers_in(self.recipe, self.fast)
-        check_integer("microbatches", self.microbatches_of_step)
-        check_integer("batch", self.sequences)
-        if self.config.num_experts:
-            raise ValueError(f"plan needs a model without experts, got --preset {self.preset}; choose another preset")
-        if self.recompute and self.remat != "none":
-            raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; give one of them")
-        if self.fp8_attention and self.recipe != "delayed":
-            raise ValueError(f"--fp8-attention is for --recipe delayed, got {self.recipe}; leave out one of them")
-        if self.fp8_attention:
-            check_head_dim(f"--preset {self.preset}", self.config.features_of_head)
-        Remat.parse(self.remat, self.config.num_layers)
-        if self.between_hosts is not None and not 0 < self.between_hosts < math.inf:
-            raise ValueError(f"--between-hosts must be GB/s above 0, got {self.between_hosts}; say --between-hosts 50")
-
-
-def layers_in(recipe: str, fast: bool = False) -> DelayedScaling | CurrentScaling | BlockScaling | None:
-    """The recipe of a GPT's layers by its name; None for "bf16"."""
-    by_name = {**RECIPES, "bf16": None}[recipe]
-    if not fast or by_name is None:
-        return by_name
-    if recipe == "block":
-        raise ValueError(
-            "--fast needs a recipe with fast accumulation, got --recipe block, which scales the sum of every 128 "
-            "products in float32; leave out --fast, or choose --recipe delayed or --recipe current"
-        )
-    return dataclasses.replace(by_name, split_accumulator=())
-
-
-def head_in(recipe: str) -> CurrentScaling | BlockScaling:
-    """The recipe of a head in FP8. The head keeps no amax history, so it takes a recipe without state."""
-    return BlockScaling() if recipe == "block" else CurrentScaling()
 
 
 def plan_preset(suggest: bool = False, devices: int | None = None, tries: int = 4, **flags) -> int:
@@ -149,6 +60,8 @@ def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rat
     """Compile for the most promising meshes of this number of GPUs, and print them, the fastest first."""
     if devices is None or choices.batch is None:
         raise ValueError("--suggest needs a number of GPUs and a batch for all of them; add --devices 64 --batch 512")
+    if choices.lora:
+        raise ValueError(f"--suggest plans whole models, got --lora {choices.lora}; leave it out, and give --mesh")
     if choices.mesh != Choices.mesh or choices.sequence_parallel or choices.schedule or choices.chunks:
         raise ValueError(
             "--suggest tries all meshes and schedules itself, got one of --mesh, --sequence-parallel, --schedule and "
@@ -263,6 +176,7 @@ def setting_of(choices: Choices) -> Setting:
         offloaded=remat.count,
         bf16_params=choices.bf16_params,
         bf16_moments=choices.bf16_moments,
+        lora=choices.lora,
     )
 
 
@@ -276,12 +190,12 @@ def get_ready() -> None:
 
 def plan_of(choices: Choices, rates: Rates) -> Plan:
     """Compile the step, and return its plan. Compiling takes a while, so this first prints what it compiles."""
-    config, model, microbatches = choices.config, _model(choices), choices.microbatches_of_step
+    config, model, microbatches = choices.config, model_of(choices), choices.microbatches_of_step
     mesh = mesh_of_described(choices.axes, choices.gpu)
     parallel = Parallelism(mesh, (), choices.sequence_parallel, None, choices.schedule, choices.chunks)
     step = make_train_step(
         next_token_loss(model),
-        _optimizer(choices),
+        optimizer_of(choices),
         model.recipe,
         microbatches,
         parallel=parallel,
@@ -291,35 +205,21 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
     # Shapes are traced for this machine, where attention by cuDNN may not be available.
     local = dataclasses.replace(model, attention_implementation=None)
-    state = step.state_shapes(local.init, jax.random.key(0), tokens)
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    state = step.state_shapes(init_of(local), jax.random.key(0), tokens)
+    plain = jax.eval_shape(local.clone(lora=None).init, jax.random.key(0), tokens)["params"]
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(plain))
     flops = tokens.size * 6 * (num_params + config.num_layers * shape_of(config).query_width * length)
+    if choices.lora:
+        flops = tokens.size * operations_of_a_token(config, is_frozen=True)
     size = f"{sequences} x {length} tokens in {microbatches} microbatches, {parallel.mesh.size} {choices.gpu}"
     described = f"{describe_mesh(parallel.mesh)}{', sequence parallel' if choices.sequence_parallel else ''}"
+    adapters = f" frozen, adapters of rank {choices.lora}" if choices.lora else ""
     print(
-        f"{choices.preset}, {num_params / 1e9:.2f}B params, {choices.recipe}, {size} ({described}); compiling",
+        f"{choices.preset}, {num_params / 1e9:.2f}B params{adapters}, {choices.recipe}, {size} ({described}); "
+        "compiling",
         flush=True,
     )
     batch = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
     setting = setting_of(choices)
     host = HostCopies(host_bytes_of(setting), host_seconds_of(setting, rates))
     return plan_step(step, parallel, state, batch, microbatches, choices.gpu, flops, memory_of(setting), rates, host)
-
-
-def _model(choices: Choices) -> GPT:
-    return GPT(
-        choices.config,
-        recipe=layers_in(choices.recipe, choices.fast),
-        param_dtype=jnp.bfloat16 if choices.bf16_params else jnp.float32,
-        head_recipe=head_in(choices.recipe) if choices.fp8_head else None,
-        fp8_attention=choices.fp8_attention,
-        recompute=choices.recompute,
-        remat=choices.remat,
-        attention_implementation="cudnn",
-    )
-
-
-def _optimizer(choices: Choices) -> optax.GradientTransformationExtraArgs:
-    moments = jnp.bfloat16 if choices.bf16_moments else jnp.float32
-    master = "remainder" if choices.bf16_params else jnp.float32
-    return fused_adamw(1e-4, mu_dtype=moments, nu_dtype=moments, master_dtype=master)

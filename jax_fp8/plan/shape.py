@@ -40,6 +40,12 @@ class Shape:
         return self.layers * (attention + (3 if self.is_gated else 2) * self.width * self.mlp)
 
     @property
+    def of_ranks(self) -> int:
+        """Parameters of adapters of rank 1 on all layers' matrices: rows plus columns of each."""
+        attention = 4 * self.width + 2 * (self.query_width + self.kv_width)
+        return self.layers * (attention + (3 if self.is_gated else 2) * (self.width + self.mlp))
+
+    @property
     def of_tables(self) -> int:
         """Parameters of embedding and head."""
         return (1 if self.is_tied else 2) * self.vocab * self.width

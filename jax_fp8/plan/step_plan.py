@@ -45,6 +45,7 @@ class Plan:
 
     Args:
       params, optimizer, others: bytes of the state; `others` are scales, amax histories, and the step count.
+      frozen: bytes of kernels that are frozen in FP8.
       batch: bytes of the device's part of the batch.
       report: the compiled step's; its scratch holds activations, gradients, FP8 weights and workspaces.
       time: the estimated time of a step.
@@ -73,6 +74,7 @@ class Plan:
     workspace: int
     pipeline: PipelineTime | None = None
     host: HostCopies = HostCopies()
+    frozen: int = 0
 
     @property
     def seconds(self) -> float:
@@ -122,6 +124,8 @@ class Plan:
             yield "  where hosts are joined", f"{self.time.host_bytes / 2**20:8.0f} MiB"
 
     def _kinds(self) -> Iterator[tuple[str, float]]:
+        if self.frozen:
+            yield "frozen kernels", self.frozen
         yield from (("params", self.params), ("optimizer state", self.optimizer), ("FP8 state", self.others))
         yield from (("batch", self.batch), ("scratch", self.report.temp_bytes))
         if self.pipeline is not None:
@@ -198,6 +202,7 @@ def plan_step(
         workspace=max(map(_workspace, instructions)),
         pipeline=pipeline,
         host=host,
+        frozen=_own_bytes(state.collections),
     )
 
 

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jax_fp8.plan.arithmetic import Setting, memory_of, seconds_of
+from jax_fp8.plan.arithmetic import memory_of, seconds_of
 from jax_fp8.plan.described import HOST
 from jax_fp8.plan.rates import Rates
+from jax_fp8.plan.setting import Setting
 
 GIB = 2**30
 SHOWN = 8  # meshes that a paragraph lists

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.plan.arithmetic import Setting, memory_of
+from jax_fp8.plan.arithmetic import memory_of
 from jax_fp8.plan.gpt_plans import shape_of
+from jax_fp8.plan.setting import Setting
 from jax_fp8.run.settings import Settings
 from jax_fp8.state.train_state import TrainState
 

@@ -21,7 +21,7 @@ from jax_fp8.models.gpt import GPT
 from jax_fp8.models.huggingface.weights import load_huggingface
 from jax_fp8.models.limits import config_of
 from jax_fp8.models.params_file import load_config, load_params
-from jax_fp8.plan.gpt_plans import head_in, layers_in
+from jax_fp8.plan.choices import head_in, layers_in
 from jax_fp8.report.run_format import CHECKPOINTS, CONFIG, OF_A_MODEL, TOKENIZER, JsonObject
 from jax_fp8.run.checkpoints import Checkpoints, read_last
 from jax_fp8.run.encoders import ByteEncoder, Encoder, LibraryEncoder, load_copy

@@ -18,7 +18,7 @@ from transformations.test_lowering import custom_calls
 import jax_fp8 as fp8
 from jax_fp8.kernels.grouped_gemm import GRADIENT_TARGET, TARGET
 from jax_fp8.models.huggingface.config_json import family_of
-from jax_fp8.plan.gpt_plans import Choices
+from jax_fp8.plan.choices import Choices
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)
 RECIPES = {"delayed": DELAYED, "current": fp8.CurrentScaling(), "block": fp8.BlockScaling(), "none": None}

@@ -11,8 +11,6 @@ from jax_fp8.parallel.schedules import make_schedule
 from jax_fp8.parallel.ticks import make_ticks
 from jax_fp8.parallel.timeline import make_timeline
 from jax_fp8.plan.arithmetic import (
-    Setting,
-    Shape,
     bytes_of_a_token,
     host_bytes_of,
     host_seconds_of,
@@ -21,6 +19,8 @@ from jax_fp8.plan.arithmetic import (
     seconds_of,
 )
 from jax_fp8.plan.rates import rates_of
+from jax_fp8.plan.setting import Setting
+from jax_fp8.plan.shape import Shape
 
 GPT = Shape(layers=4, width=1024, heads=16, kv_heads=16, mlp=4096, vocab=50_304)
 LLAMA = Shape(layers=4, width=1024, heads=16, kv_heads=4, mlp=3584, vocab=50_304, is_gated=True, is_tied=False)

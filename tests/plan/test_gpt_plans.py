@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,7 +11,8 @@ from jax_fp8.core.recipe import BlockScaling
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.plan import gpt_plans
 from jax_fp8.plan.arithmetic import bytes_of_a_token, memory_of, seconds_of
-from jax_fp8.plan.gpt_plans import Choices, operations_of_a_token, rates_for, setting_of
+from jax_fp8.plan.choices import Choices, init_of, model_of, optimizer_of
+from jax_fp8.plan.gpt_plans import operations_of_a_token, rates_for, setting_of
 from jax_fp8.plan.rates import RateTable, rates_of
 from jax_fp8.plan.step_plan import GIB, Plan
 from jax_fp8.plan.step_time import StepTime
@@ -75,12 +77,12 @@ def test_a_token_takes_six_operations_a_param_and_attention(preset, params):
 
 
 def test_flags_are_what_a_model_and_its_optimizer_have():
-    model = gpt_plans._model(Choices(preset="tiny", fast=True, fp8_head=True, recompute=True, bf16_params=True))
+    model = model_of(Choices(preset="tiny", fast=True, fp8_head=True, recompute=True, bf16_params=True))
     assert model.recipe.split_accumulator == () and model.head_recipe is not None and model.recompute
     assert model.param_dtype == jnp.bfloat16 and model.attention_implementation == "cudnn"
-    assert gpt_plans._model(Choices(preset="tiny", remat="offload:1")).remat == "offload:1"
-    plain = gpt_plans._model(Choices(preset="tiny", recipe="bf16", fast=True, sequence=64))
-    block = gpt_plans._model(Choices(preset="tiny", recipe="block", fp8_head=True))
+    assert model_of(Choices(preset="tiny", remat="offload:1")).remat == "offload:1"
+    plain = model_of(Choices(preset="tiny", recipe="bf16", fast=True, sequence=64))
+    block = model_of(Choices(preset="tiny", recipe="block", fp8_head=True))
     assert block.recipe == block.head_recipe == BlockScaling()
     assert plain.recipe is None and plain.config.max_seq_len == 64 and plain.param_dtype == jnp.float32
 
@@ -102,7 +104,7 @@ def test_bytes_of_a_param_are_those_of_the_optimizer(flags, bytes_):
     assert found.params + found.optimizer == bytes_ * (setting.shape.of_layers + setting.shape.of_tables)
     dtype = jnp.bfloat16 if choices.bf16_params else jnp.float32
     matrix = jnp.zeros((128, 128), dtype)
-    kept = gpt_plans._optimizer(choices).init({"kernel": matrix})
+    kept = optimizer_of(choices).init({"kernel": matrix})
     arrays = [leaf for leaf in gpt_plans.jax.tree.leaves(kept) if leaf.size == matrix.size]
     assert sum(leaf.nbytes for leaf in [matrix, *arrays]) == bytes_ * matrix.size
 
@@ -117,10 +119,48 @@ def test_attention_in_fp8_keeps_half_and_takes_a_rate_of_its_own():
     slow = dataclasses.replace(rates, attention_fp8=((1.0, 1e12),))
     assert seconds_of(setting, slow) > 10 * seconds_of(setting, rates)
     assert seconds_of(plain, slow) == seconds_of(plain, rates)
-    assert gpt_plans._model(Choices(preset="llama3-8b", fp8_attention=True)).fp8_attention
+    assert model_of(Choices(preset="llama3-8b", fp8_attention=True)).fp8_attention
     found, left = meshes_of(setting, 2, [2])
     assert all(of.pipe == 1 for of in found)
     assert {of.reason for of in left if of.setting.pipe == 2} == {"a pipeline has no attention in FP8"}
+
+
+LORA = {"preset": "llama3-8b", "lora": 16, "batch": 1, "sequence": 4096, "remat": "full", "bf16_params": True}
+
+
+def test_adapters_need_a_byte_for_each_frozen_param():
+    """Compiled: 10.98 GiB, and 10.8 GiB on an H200. The whole model has moments and gradients, too."""
+    setting = setting_of(Choices(**LORA))
+    assert memory_of(setting).together / GIB == pytest.approx(10.98, rel=0.1)
+    plain = setting_of(Choices(**(LORA | {"recipe": "bf16"})))
+    kernels = setting.shape.of_layers
+    assert memory_of(plain).params - memory_of(setting).params == kernels  # two bytes each
+    assert memory_of(setting_of(Choices(**(LORA | {"lora": 0})))).together > 60 * GIB
+    rank = memory_of(setting_of(Choices(**(LORA | {"lora": 17})))).params - memory_of(setting).params
+    model = model_of(Choices(**LORA))
+    shapes = jax.eval_shape(init_of(model.clone(attention_implementation=None)), *INIT)
+    adapters = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes["params"]) if "lora" in str(path)]
+    assert rank == 2 * sum(leaf.size for leaf in adapters) / 16
+    frozen = sum(leaf.size for leaf in jax.tree.leaves(shapes["fp8_frozen"]) if leaf.ndim == 2)
+    assert frozen == kernels
+    state = optimizer_of(Choices(**LORA)).init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), SMALL_PARAMS))
+    assert {leaf.shape for leaf in jax.tree.leaves(state) if leaf.ndim == 2} == {(32, 16)}
+
+
+INIT = (jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+SMALL_PARAMS = {"layer": {"kernel": jnp.zeros((32, 48)), "lora_a": jnp.zeros((32, 16))}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"lora": -1}, "lora must be an integer of at least 0"),
+        ({"lora": 4, "mesh": "tensor=2"}, "--lora plans meshes of data and fsdp"),
+    ],
+)
+def test_adapters_that_cannot_be_planned(flags, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Choices(**({"preset": "llama3-8b"} | flags)).check()
 
 
 def test_rates_of_a_file_and_of_a_flag(tmp_path):

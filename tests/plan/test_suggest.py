@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from jax_fp8.plan.arithmetic import Setting, Shape, memory_of, seconds_of
+from jax_fp8.plan.arithmetic import memory_of, seconds_of
 from jax_fp8.plan.rates import rates_of
+from jax_fp8.plan.setting import Setting
+from jax_fp8.plan.shape import Shape
 from jax_fp8.plan.suggest import CLOSE, GIB, left_out, meshes_of, rank, remedies
 
 SHAPE = Shape(layers=32, width=4096, heads=32, kv_heads=8, mlp=14_336, vocab=128_256, is_gated=True, is_tied=False)

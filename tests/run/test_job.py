@@ -6,7 +6,7 @@ import pytest
 
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.plan.gpt_plans import RECIPES
+from jax_fp8.plan.choices import RECIPES
 from jax_fp8.run.checks import check
 from jax_fp8.run.data import read_data
 from jax_fp8.run.job import make_model, parallelism, prepare

@@ -8,6 +8,7 @@ A model is written in the layout of the first family whose config.json, read aga
 field of a GPTConfig is lost that a family has no field for.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -69,23 +70,38 @@ def family_of(config: GPTConfig, family: str | None = None) -> str:
     """The first family in whose layout a model can be written, one of ARCHITECTURES; or `family`, if it can be that."""
     if family is not None and family not in ARCHITECTURES:
         raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {family!r}; leave it out")
-    for found in ARCHITECTURES if family is None else (family,):
-        if fits(config, found):
-            return found
+    families = tuple(ARCHITECTURES) if family is None else (family,)
+    others = {name: _differences(config, name) for name in families}
+    fitting = [name for name, differences in others.items() if differences == {}]
+    if fitting:
+        return fitting[0]
+    near = {name: differences for name, differences in others.items() if differences}
+    why = "no family has such sizes and layers"
+    if near:
+        nearest = min(near, key=lambda name: len(near[name]))
+        needs = ", ".join(f"{field}={value!r}" for field, value in near[nearest].items())
+        why = f"{nearest}, the nearest, needs {needs}"
     raise ValueError(
-        f"a model for Hugging Face must be like one of {', '.join(ARCHITECTURES if family is None else (family,))}, in "
-        f"every field that changes what it computes, got {config}"
+        f"a model for Hugging Face must be like one of {', '.join(families)}, in every field that changes what it "
+        f"computes: {why}; got {config}"
     )
 
 
 def fits(config: GPTConfig, family: str) -> bool:
     """Whether a family can compute what a config says."""
+    return _differences(config, family) == {}
+
+
+def _differences(config: GPTConfig, family: str) -> dict[str, object] | None:
+    """The fields in which a family's model is another one, with its values; None where it has no model like this."""
     if bool(config.num_experts) != (family in EXPERTS):
-        return False
+        return None
     try:
-        return _canonical(read_config(write_fields(config, family), "config.json")) == _canonical(config)
-    except ValueError:  # this family has no such models
-        return False
+        found, wanted = _canonical(read_config(write_fields(config, family), "config.json")), _canonical(config)
+    except ValueError:
+        return None
+    values = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    return {name: value for name, value in values.items() if value != getattr(wanted, name)}
 
 
 def _canonical(config: GPTConfig) -> GPTConfig:

@@ -43,6 +43,7 @@ from jax_fp8.nn.checks import check_dtype
 
 TENSORS = "adapter_model.safetensors"
 DTYPES = ("float32", "bfloat16", "float16")
+ROUNDING = 1e-12  # of a quotient of two numbers in a file
 
 
 def load_adapters(
@@ -173,7 +174,7 @@ def save_adapters(
         for name, shape, join in zip(tensor_names(entry), shapes, (side_by_side, block_diagonal), strict=True):
             tensors[name] = Tensor(shape, in_dtype, lambda join=join, pairs=pairs: join(pairs).T)
     folder = _new_folder(folder)
-    alpha = lora.rank * lora.scaling
+    alpha = lora.rank if lora.alpha is None else lora.alpha
     write_arrays(folder / TENSORS, tensors, {"format": "pt"})
     described = {
         "peft_type": "LORA",
@@ -182,7 +183,7 @@ def save_adapters(
         "r": lora.rank,
         "lora_alpha": _plain(alpha),
         "rank_pattern": ranks,
-        "alpha_pattern": {name: _plain(rank * lora.scaling) for name, rank in ranks.items()},
+        "alpha_pattern": {name: _plain(rank // lora.rank * alpha) for name, rank in ranks.items()},
         "target_modules": sorted({suffix_of(entry) for entry in entries}),
         "bias": "none",
         "lora_dropout": 0.0,
@@ -251,7 +252,7 @@ def _lora_of(
 ) -> Lora:
     """The `Lora` of a model with these adapters."""
     ranks = {a.shape[1] for a, _ in adapters.values()}
-    if len(ranks) > 1 or len(scalings) > 1:
+    if len(ranks) > 1 or max(scalings) > min(scalings) * (1 + ROUNDING):
         raise ValueError(
             f"all adapters in {folder} must have one rank and one alpha / rank, got ranks {sorted(ranks)} and "
             f"{sorted(scalings)}; merge them into the model by PEFT instead"
@@ -264,7 +265,7 @@ def _lora_of(
             f"all layers named {missing[0][-1]} must have an adapter in {folder}, but {'/'.join(missing[0])} has none; "
             "merge them into the model by PEFT instead"
         )
-    rank, scaling = ranks.pop(), scalings.pop()
+    rank, scaling = ranks.pop(), min(scalings)
     targets = None if len(adapters) == len(paths) else tuple(names)
     return Lora(rank=rank, alpha=None if scaling == 1 else _plain(rank * scaling), targets=targets)
 

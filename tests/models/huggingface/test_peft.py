@@ -139,6 +139,17 @@ def test_every_number_comes_back(base, tmp_path, described, targets):
         np.testing.assert_array_equal(found[name], array)
 
 
+@pytest.mark.parametrize(("rank", "alpha"), [(3, 0.1), (7, 0.7), (11, 1.3)])
+def test_a_factor_that_is_rounded_is_one_factor(base, tmp_path, rank, alpha):
+    """`3 alpha / 3 rank` of a joint matrix and `alpha / rank` of another may differ in their last bit."""
+    config, _ = base(PHI3)
+    lora = fp8.Lora(rank=rank, alpha=alpha)
+    fp8.save_adapters(tmp_path / "out", config, random_adapters(config, lora), lora, model_type="phi3")
+    described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert described["lora_alpha"] == alpha
+    assert fp8.load_adapters(tmp_path / "out", config)[0].alpha == pytest.approx(alpha, rel=1e-12)
+
+
 def test_files(base, tmp_path):
     """PEFT's names, shapes and fields; a matrix for several layers has an adapter of their ranks together."""
     config, _ = base(PHI3)

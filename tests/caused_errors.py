@@ -181,6 +181,8 @@ CALLS: dict[str, list[Call]] = {
     "nnx.LayerNormMLP": error(lambda: fp8.nnx.LayerNormMLP(16, 16, activation="tanh", rngs=RNGS)),
     "nnx.LayerNormMLP.__call__": error(lambda: fp8.nnx.LayerNormMLP(32, 16, rngs=RNGS)(X)),
     "nnx.convert": error(lambda: fp8.nnx.convert(nnx.Linear(16, 16, rngs=RNGS))),
+    "nnx.freeze_kernels": error(lambda: fp8.nnx.freeze_kernels(nnx.Linear(16, 16, rngs=RNGS))),
+    "nnx.merge_adapters": error(lambda: fp8.nnx.merge_adapters(3)),
     "nnx.value_and_grad": error(lambda: fp8.nnx.value_and_grad(3)),
     "nnx.warm_start": error(lambda: fp8.nnx.warm_start(loss_fn, has_aux=3)),
     "nnx.split": error(lambda: fp8.nnx.split(misnamed())),

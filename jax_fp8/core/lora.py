@@ -1,10 +1,14 @@
-"""`Lora`: which linear layers have adapters, as one value. nn/lora.py has the layers."""
+"""`Lora`: which linear layers have adapters, as one value. ops/adapters.py computes them."""
 
 from dataclasses import dataclass
+
+from jax.nn import initializers
 
 from jax_fp8.core.checks import check_integer, check_number
 
 LORA_A, LORA_B = "lora_a", "lora_b"  # the params of an adapter, (in, rank) and (rank, features)
+# Their initializers: `a` is uniform up to 1 / sqrt(in), as in PEFT, and a new adapter adds nothing.
+FIRST_MATRIX, SECOND_MATRIX = initializers.variance_scaling(1 / 3, "fan_in", "uniform"), initializers.zeros
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.core.state import stage
 from jax_fp8.core.types import PyTree
-from jax_fp8.nn.lora import Adapter, adapt
-from jax_fp8.ops.linear import linear
+from jax_fp8.ops.adapters import Adapters, adapted_linear
 from jax_fp8.ops.parameters import LinearParameters
 
 
@@ -21,8 +20,7 @@ from jax_fp8.ops.parameters import LinearParameters
 class DeclaredGemm:
     """What a layer hands to a composite op, and `stage`, which takes the amaxes that the op returns.
 
-    `fp8` is None without FP8. `tensor` and `split_dim` are None unless a step on shards splits the kernel. `adapters`
-    has an entry for each kernel, or none if no kernel has an adapter.
+    `fp8` is None without FP8. `tensor` and `split_dim` are None unless a step on shards splits the kernel.
     """
 
     parameters: LinearParameters
@@ -30,7 +28,7 @@ class DeclaredGemm:
     amax_history: nn.Variable | None = None  # None unless the collection is mutable
     tensor: TensorParallel | None = None
     split_dim: SplitDim | None = None
-    adapters: tuple[Adapter | None, ...] = ()
+    adapters: Adapters = ()
 
     def multiply(
         self, x: jax.Array, dtype: Dtype, residual: jax.Array | None = None, recompute: bool = False
@@ -40,18 +38,13 @@ class DeclaredGemm:
         Args:
           residual: added to the result of a single kernel.
         """
-        added: PyTree = residual
-        if self.adapters:
-            added = adapt(x, self.adapters, dtype, self.tensor, self.split_dim)
-            if not self.parameters.in_parts:
-                (own,) = added
-                added = own if residual is None else own + residual.astype(dtype)
-        y, amaxes = linear(
+        y, amaxes = adapted_linear(
             x,
             self.parameters,
             self.fp8,
             dtype,
-            residual=added,
+            self.adapters,
+            residual=residual,
             recompute=recompute,
             tensor=self.tensor,
             split_dim=self.split_dim,

@@ -1,6 +1,7 @@
 """Dense layers: a GEMM, alone or behind a norm."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -16,7 +17,7 @@ from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm
 from jax_fp8.nn.names import named
 from jax_fp8.ops.norm_linear import norm_linear
-from jax_fp8.ops.unfused import apply_norm
+from jax_fp8.ops.unfused import norm_then
 
 
 class Dense(Fp8Module):
@@ -173,10 +174,8 @@ def norm_multiply(
     """
     epsilon, dtype = module.epsilon, module.dtype  # type: ignore[attr-defined]
     if gemm.adapters:  # which read the normalized `x` too
-        normalized: PyTree = apply_norm(x, norm, epsilon, dtype, return_input=return_input)
-        rows, x = normalized if return_input else (normalized, x)
-        y = gemm.multiply(rows, dtype, recompute=module.recompute)
-        return (y, x) if return_input else y
+        multiply = partial(gemm.multiply, dtype=dtype, recompute=module.recompute)
+        return norm_then(multiply, x, norm, epsilon, dtype, return_input)
     out, amaxes = norm_linear(
         x,
         norm,

@@ -38,8 +38,9 @@ from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_are_split_alike, layer_name
 from jax_fp8.nn.declared_gemm import DeclaredGemm
-from jax_fp8.nn.lora import Adapter, declare_adapter
+from jax_fp8.nn.lora import declare_adapter
 from jax_fp8.nn.names import named, names_of_linear
+from jax_fp8.ops.adapters import Adapter
 from jax_fp8.ops.layer_gemm import check_multiples_of_16, first_state, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
 

@@ -1,12 +1,12 @@
 """The MLP of a Transformer layer, norm included."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.typing import Initializer
 
 from jax_fp8.core.shards import COLUMNS, ROWS, ParamSharding
-from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import NormParameters
 from jax_fp8.nn.branch import check_branch, end_branch, ends_in_gemm, norm_before
@@ -15,7 +15,7 @@ from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
 from jax_fp8.ops.norm_mlp import norm_mlp
-from jax_fp8.ops.unfused import apply_activation, apply_norm
+from jax_fp8.ops.unfused import mlp_by_parts
 
 
 class LayerNormMLP(Fp8Module):
@@ -105,7 +105,13 @@ class LayerNormMLP(Fp8Module):
         op for each part.
         """
         if norm is None or up.adapters or down.adapters:
-            return self._multiply_by_parts(x, norm, up, down, residual)
+            multiply_up = partial(up.multiply, dtype=self.dtype, recompute=self.recompute)
+
+            def multiply_down(rows: jax.Array, added: jax.Array | None) -> jax.Array:
+                return down.multiply(rows, self.dtype, added, self.recompute)
+
+            parts = multiply_up, multiply_down, x, norm, self.activation, self.epsilon, self.dtype, residual
+            return mlp_by_parts(*parts)
         y, amaxes = norm_mlp(
             x,
             norm,
@@ -123,16 +129,3 @@ class LayerNormMLP(Fp8Module):
             up.stage(amaxes[0])
             down.stage(amaxes[1])
         return y
-
-    @nn.nowrap
-    def _multiply_by_parts(
-        self, x: jax.Array, norm: NormParameters | None, up: DeclaredGemm, down: DeclaredGemm, residual: bool
-    ) -> jax.Array:
-        rows = x = x.astype(self.dtype)
-        if norm is not None:
-            normalized: PyTree = apply_norm(x, norm, self.epsilon, self.dtype, return_input=residual)
-            rows, x = normalized if residual else (normalized, x)
-        hidden: PyTree = up.multiply(rows, self.dtype, recompute=self.recompute)
-        hidden = jnp.concatenate(hidden, axis=-1) if isinstance(hidden, tuple) else hidden
-        activated: PyTree = apply_activation(hidden, self.activation)
-        return down.multiply(activated, self.dtype, x if residual else None, self.recompute)

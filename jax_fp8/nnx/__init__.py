@@ -7,6 +7,7 @@ The FP8 state lies beside the kernels, in variables of their own type, `Fp8State
 operations, so their numbers are the same.
 """
 
+from jax_fp8.nnx.adapters import freeze_kernels, merge_adapters
 from jax_fp8.nnx.convert import Conversion, convert
 from jax_fp8.nnx.functional import batch_stats, split
 from jax_fp8.nnx.gradients import value_and_grad, warm_start
@@ -25,6 +26,8 @@ __all__ = [
     "batch_stats",
     "convert",
     "fp8_state",
+    "freeze_kernels",
+    "merge_adapters",
     "split",
     "update_state",
     "value_and_grad",

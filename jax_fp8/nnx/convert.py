@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from flax import nnx
 from flax.nnx import filterlib
 from flax.nnx.nn import dtypes
 
+from jax_fp8.core.checks import describe
+from jax_fp8.core.lora import Lora
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.nn.checks import own_product
+from jax_fp8.nnx.checks import check_lora
 from jax_fp8.nnx.layers import DELAYED, Linear
 from jax_fp8.nnx.linear_general import LinearGeneral
 
@@ -44,7 +47,14 @@ class Conversion:
         return "\n".join([f"{count} layer{'' if count == 1 else 's'} in FP8", *reasons])
 
 
-def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter = ...) -> Conversion:
+def convert(
+    model: nnx.Module,
+    recipe: Recipe = DELAYED,
+    where: filterlib.Filter = ...,
+    *,
+    lora: Lora | None = None,
+    rngs: nnx.Rngs | None = None,
+) -> Conversion:
     """Swap the linear layers of a model for FP8 layers, in place and with the same parameters.
 
     Every `nnx.Linear` and `nnx.LinearGeneral` becomes the FP8 layer of that name. The projections of
@@ -56,6 +66,9 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter
       model: holds the layers, and is itself neither of the two.
       recipe: of the layers.
       where: an NNX filter, or a function of path and layer, that selects the layers to swap.
+      lora: adapters of the swapped layers, `nnx.LoRAParam` of the layer's `param_dtype`; targets are names such as
+        "up". None has none.
+      rngs: for `lora`: has the stream "params", for the first matrices.
 
     Returns:
       The paths of the swapped layers, and of those that multiply by a kernel and were not swapped, with reasons. A
@@ -63,7 +76,8 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter
       such as adapters, or another class. A class derived from the two counts as another one.
 
     Raises:
-      ValueError: if `model` is not a model with layers inside, or `recipe` is not a recipe.
+      ValueError: if `model` is not a model with layers inside, `recipe` is not a recipe, `lora` comes without `rngs`,
+        or a name among its targets is that of no swapped layer.
 
     Example:
       >>> from flax import nnx
@@ -81,6 +95,7 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter
         raise ValueError(
             f"convert swaps the layers inside of a model, got {type(model).__name__}; make a jax_fp8.nnx.Linear instead"
         )
+    _check_adapters(lora, rngs)
     is_wanted = filterlib.to_predicate(where)
     in_fp8: dict[int, nnx.Module] = {}  # by the id of the layer that each replaces
     converted, left = [], {}
@@ -92,8 +107,15 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter
             left[name] = reason
             continue
         assert isinstance(layer, SWAPPED)  # `_why_not` has a reason for every other class
-        in_fp8[id(layer)] = _in_fp8(layer, recipe)
+        own = lora if lora is not None and lora.is_for(str(path[-1])) else None
+        in_fp8[id(layer)] = _in_fp8(layer, recipe, own and replace(own, targets=None), rngs)
         converted.append(name)
+    unknown = set(lora.targets or () if lora else ()) - {path.split("/")[-1] for path in converted}
+    if unknown:
+        raise ValueError(
+            f"targets of lora must be names of layers that convert swaps, got {', '.join(sorted(unknown))}; they are "
+            f"{', '.join(sorted({path.split('/')[-1] for path in converted})) or 'none'}"
+        )
     for _, module in list(nnx.iter_modules(model)):
         for attribute, value in list(vars(module).items()):
             new = _swapped(value, in_fp8)
@@ -121,7 +143,18 @@ def _why_not(layer: nnx.Module) -> str | None:
     return f"has its own {' and '.join(settings)}" if settings else None
 
 
-def _in_fp8(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> Linear | LinearGeneral:
+def _check_adapters(lora: Lora | None, rngs: nnx.Rngs | None) -> None:
+    check_lora("convert", lora)
+    if (lora is None) != (rngs is None):
+        raise ValueError(
+            f"convert needs rngs with lora, for the first matrices of adapters, and without lora none, got {lora} and "
+            f"{describe(rngs)}; pass both or neither"
+        )
+
+
+def _in_fp8(
+    layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe, lora: Lora | None, rngs: nnx.Rngs | None
+) -> Linear | LinearGeneral:
     """The FP8 layer with the parameters of Flax's, which may have leading dims of stacked layers."""
     kernel = layer.kernel[...]
     k, n = (_as_tuple(sizes) for sizes in (layer.in_features, layer.out_features))
@@ -136,7 +169,8 @@ def _in_fp8(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> Linear | L
         param_dtype=layer.param_dtype,
         kernel_init=lambda *_: kernel.reshape(*stacked, math.prod(k), math.prod(n)),
         recipe=recipe,
-        rngs=nnx.Rngs(0),
+        rngs=rngs or nnx.Rngs(0),
+        lora=lora,
     )
     in_fp8.kernel, in_fp8.bias, in_fp8.use_bias = layer.kernel, layer.bias, layer.use_bias
     return in_fp8

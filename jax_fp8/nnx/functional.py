@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from flax import nnx
 
-from jax_fp8.core.paths import at_path, put_at_path
+from jax_fp8.core.frozen import FROZEN
+from jax_fp8.core.paths import LayerPath, at_path, put_at_path
 from jax_fp8.core.types import PyTree, Variables
-from jax_fp8.nnx.state import Fp8State, attach, gemms_of, names_of, state_of, write
+from jax_fp8.nnx.state import Fp8State, FrozenWeight, attach, gemm_path, gemms_of, names_of, state_of, write
 
 STATS = "batch_stats"
 Model = TypeVar("Model")
@@ -32,12 +33,14 @@ def split(model: Model) -> tuple[dict[str, PyTree], Callable[[Variables], Model]
     Returns:
       The variables by the paths of layers, and the function `merge(variables)`.
 
-      The variables are `{"params": ..., "fp8": ...}`, with "batch_stats" where the model has any. The function takes
+      The variables are `{"params": ..., "fp8": ...}`, with "batch_stats" and "fp8_frozen" where the model has
+      batch statistics or frozen kernels. The function takes
       these variables, or others like them: those of a later state, with a weight cache, or with the recorders of a
       step.
 
     Raises:
-      ValueError: if the name of an FP8 layer holds a "+" or begins with a "~", which are for names of GEMMs.
+      ValueError: if the name of an FP8 layer holds a "+" or begins with a "~", which are for names of GEMMs. `merge`
+        raises it if the variables lack one of the model.
 
     Example:
       >>> from flax import nnx
@@ -52,14 +55,16 @@ def split(model: Model) -> tuple[dict[str, PyTree], Callable[[Variables], Model]
       >>> merge(state.variables)(jnp.ones((2, 16))).shape
       (2, 32)
     """
-    graphdef, params, state, stats, others = nnx.split(model, nnx.Param, Fp8State, nnx.BatchStat, ...)
-    flat = {"params": nnx.to_flat_state(params), STATS: nnx.to_flat_state(stats)}
-    first_stats = _as_tree(flat[STATS])
+    graphdef, params, state, stats, frozen, others = nnx.split(
+        model, nnx.Param, Fp8State, nnx.BatchStat, FrozenWeight, ...
+    )
+    flat = {name: nnx.to_flat_state(part) for name, part in (("params", params), (STATS, stats), (FROZEN, frozen))}
+    trees = {name: _as_tree(part) for name, part in flat.items()}
 
     def merge(variables: Variables) -> Model:
-        collections = {STATS: first_stats, **variables}
+        collections = {STATS: trees[STATS], **variables}
         new_variables = [
-            (path, variable.replace(at_path(collections[name], names_of(path))))
+            (path, variable.replace(_value(collections, name, _names(path, variable))))
             for name, flat_state in flat.items()
             for path, variable in flat_state
         ]
@@ -70,8 +75,8 @@ def split(model: Model) -> tuple[dict[str, PyTree], Callable[[Variables], Model]
         attach(gemms, new_state, variables.get("fp8_cache", {}))
         return merged
 
-    variables = {"params": _as_tree(flat["params"]), "fp8": state_of(gemms_of(model))}
-    return variables | ({STATS: first_stats} if first_stats else {}), merge
+    variables = {"params": trees["params"], "fp8": state_of(gemms_of(model))}
+    return variables | {name: trees[name] for name in (STATS, FROZEN) if trees[name]}, merge
 
 
 def batch_stats(model: PyTree) -> dict[str, PyTree]:
@@ -100,5 +105,21 @@ def batch_stats(model: PyTree) -> dict[str, PyTree]:
 def _as_tree(flat: nnx.FlatState[nnx.Variable]) -> dict[str, PyTree]:
     tree: dict[str, PyTree] = {}
     for path, variable in flat:
-        put_at_path(tree, names_of(path[:-1]), {str(path[-1]): variable.get_value()})
+        *layer, name = _names(path, variable)
+        put_at_path(tree, tuple(layer), {name: variable.get_value()})
     return tree
+
+
+def _names(path: tuple, variable: nnx.Variable) -> LayerPath:
+    """Where a variable is in its collection. The weight of a frozen GEMM is its `kernel`, as in Linen."""
+    return (*gemm_path(path[:-1]), "kernel") if isinstance(variable, FrozenWeight) else names_of(path)
+
+
+def _value(collections: Variables, name: str, names: LayerPath) -> PyTree:
+    value = at_path(collections.get(name), names)
+    if value is None:
+        raise ValueError(
+            f'merge needs all variables of the model that was split, got none at "{name}"/{"/".join(names)}; pass '
+            "variables with the structure of those that split returned, and freeze kernels of the model before split"
+        )
+    return value

@@ -1,53 +1,22 @@
 """NNX layers with one FP8 GEMM: parameters, state and wiring, as in the Linen layers of the same names. No numerics."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import initializers
 from flax.typing import Dtype, Initializer
 
+from jax_fp8.core.lora import Lora
 from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.kernels.norm import NormParameters, check_norm
-from jax_fp8.nnx.checks import check_fields, check_input, check_sharding
-from jax_fp8.nnx.state import GemmState, prepare_gemm, scope_name, stage_in
-from jax_fp8.ops.linear import linear
+from jax_fp8.nnx.checks import check_fields, check_has_no_targets, check_input, check_sharding
+from jax_fp8.nnx.product import LECUN, NOTHING, ZEROS, LinearParams, Metadata, Product
+from jax_fp8.nnx.state import GemmState
 from jax_fp8.ops.norm_linear import norm_linear
-from jax_fp8.ops.parameters import LinearParameters
+from jax_fp8.ops.unfused import norm_then
 
 DELAYED = DelayedScaling()
-LECUN, ZEROS = initializers.lecun_normal(), initializers.zeros_init()
-Metadata = Mapping[str, Any]  # of an `nnx.Variable`
-NOTHING: Metadata = MappingProxyType({})
-
-
-class LinearParams(nnx.Module):
-    """Kernel (in, out) and bias (out,) of one linear map."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        use_bias: bool,
-        param_dtype: Dtype,
-        kernel_init: Initializer,
-        bias_init: Initializer,
-        rngs: nnx.Rngs,
-        kernel_metadata: Metadata = NOTHING,
-        bias_metadata: Metadata = NOTHING,
-    ):
-        kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        self.kernel = nnx.Param(kernel, **kernel_metadata)
-        bias = bias_init(rngs.params(), (out_features,), param_dtype) if use_bias else None
-        self.bias = nnx.data(None if bias is None else nnx.Param(bias, **bias_metadata))
-
-    @property
-    def parameters(self) -> LinearParameters:
-        return LinearParameters(self.kernel[...], None if self.bias is None else self.bias[...])
 
 
 class NormParams(nnx.Module):
@@ -79,6 +48,8 @@ class Linear(LinearParams):
       recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8.
       rngs: has the stream "params", which gives the keys of initializers.
       kernel_metadata, bias_metadata: of the variables.
+      lora: the adapter, `nnx.LoRAParam` `lora_a` (in, rank) and `lora_b` (rank, out); None has none. A layer does not
+        know its name, so a `Lora` with targets is refused; `convert` takes one.
 
     Raises:
       ValueError: if an argument is not valid, or a size is not a multiple of 16 with a recipe.
@@ -107,13 +78,15 @@ class Linear(LinearParams):
         rngs: nnx.Rngs,
         kernel_metadata: Metadata = NOTHING,
         bias_metadata: Metadata = NOTHING,
+        lora: Lora | None = None,
     ):
         self._layer = f"Linear({in_features}, {out_features})"
         sizes = {"in_features": in_features, "out_features": out_features}
         check_fields(self._layer, sizes, recipe, dtype, param_dtype, use_bias=use_bias, recompute=recompute)
+        check_has_no_targets(self._layer, lora)
         super().__init__(
-            in_features,
-            out_features,
+            (in_features,),
+            (out_features,),
             use_bias=use_bias,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
@@ -121,9 +94,10 @@ class Linear(LinearParams):
             rngs=rngs,
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
+            lora=lora,
         )
         self.in_features, self.out_features = in_features, out_features
-        self.use_bias, self.dtype, self.param_dtype = use_bias, dtype, param_dtype
+        self.use_bias, self.dtype = use_bias, dtype
         self.recompute = recompute
         self.fp8 = nnx.data(None if recipe is None else GemmState(recipe, self.kernel[...]))
 
@@ -144,19 +118,18 @@ class Linear(LinearParams):
         """
         check_sharding(self._layer, out_sharding)
         check_input(self._layer, x, self.in_features)
-        parameters, gemm = prepare_gemm(self._layer, self.fp8, self.parameters)
-        dtype = jnp.result_type(x, self.kernel[...]) if self.dtype is None else self.dtype
-        with jax.named_scope(scope_name(self._layer, gemm)):
-            y, amaxes = linear(x, parameters, gemm, dtype, residual=residual, recompute=self.recompute)
-        stage_in(self.fp8, gemm, amaxes)
-        return y
+        product = Product.of(self._layer, self.fp8, self)
+        dtype = self.result_dtype(x) if self.dtype is None else self.dtype
+        with jax.named_scope(product.scope()):
+            return product.multiply(x, dtype, residual, self.recompute)
 
 
 class LayerNormLinear(LinearParams):
     """`Linear(norm(x))` as one differentiable op; parameters of the norm are in `norm`.
 
     Args:
-      in_features, out_features, use_bias, dtype, param_dtype, kernel_init, bias_init, recipe, rngs: as in `Linear`.
+      in_features, out_features, use_bias, dtype, param_dtype, kernel_init, bias_init, recipe, rngs, lora: as in
+        `Linear`.
       norm: "layernorm" (https://arxiv.org/abs/1607.06450) or "rmsnorm" (https://arxiv.org/abs/1910.07467).
       epsilon: of the norm.
       return_input: return `(y, x)`. Where the residual branch continues with this `x`, the norm's backward pass adds
@@ -191,6 +164,7 @@ class LayerNormLinear(LinearParams):
         recipe: Recipe | None = DELAYED,
         recompute: bool = False,
         rngs: nnx.Rngs,
+        lora: Lora | None = None,
     ):
         self._layer = f"LayerNormLinear({in_features}, {out_features})"
         sizes = {"in_features": in_features, "out_features": out_features}
@@ -205,15 +179,17 @@ class LayerNormLinear(LinearParams):
             recompute=recompute,
             return_input=return_input,
         )
+        check_has_no_targets(self._layer, lora)
         self.norm = NormParams(in_features, norm, param_dtype)
         super().__init__(
-            in_features,
-            out_features,
+            (in_features,),
+            (out_features,),
             use_bias=use_bias,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
             bias_init=bias_init,
             rngs=rngs,
+            lora=lora,
         )
         self.in_features, self.out_features = in_features, out_features
         self.epsilon, self.dtype, self.return_input, self.recompute = epsilon, dtype, return_input, recompute
@@ -232,17 +208,20 @@ class LayerNormLinear(LinearParams):
           ValueError: if `x` has another shape.
         """
         check_input(self._layer, x, self.in_features)
-        parameters, gemm = prepare_gemm(self._layer, self.fp8, self.parameters)
-        with jax.named_scope(scope_name(self._layer, gemm)):
+        product, norm = Product.of(self._layer, self.fp8, self), self.norm.parameters
+        with jax.named_scope(product.scope()):
+            if product.adapters:  # which read the normalized `x` too
+                multiply = partial(product.multiply, dtype=self.dtype, recompute=self.recompute)
+                return norm_then(multiply, x, norm, self.epsilon, self.dtype, self.return_input)
             y, amaxes = norm_linear(
                 x,
-                self.norm.parameters,
-                parameters,
-                gemm,
+                norm,
+                product.parameters,
+                product.fp8,
                 self.epsilon,
                 self.dtype,
                 return_input=self.return_input,
                 recompute=self.recompute,
             )
-        stage_in(self.fp8, gemm, amaxes)
+        product.stage(amaxes)
         return y

@@ -12,18 +12,18 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from jax_fp8.core.checks import describe, is_array
+from jax_fp8.core.lora import Lora
 from jax_fp8.core.paths import UNNAMED
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.nnx.checks import check_fields, check_sharding
-from jax_fp8.nnx.layers import DELAYED, LECUN, NOTHING, ZEROS, Metadata
-from jax_fp8.nnx.state import GemmState, prepare_gemm, scope_name, stage_in
-from jax_fp8.ops.linear import linear
-from jax_fp8.ops.parameters import LinearParameters
+from jax_fp8.nnx.checks import check_fields, check_has_no_targets, check_sharding
+from jax_fp8.nnx.layers import DELAYED
+from jax_fp8.nnx.product import LECUN, NOTHING, ZEROS, LinearParams, Metadata, Product
+from jax_fp8.nnx.state import GemmState
 
 Dims = int | Sequence[int]
 
 
-class LinearGeneral(nnx.Module):
+class LinearGeneral(LinearParams):
     """A linear map from some dims of `x` to others in FP8, in the place of `nnx.LinearGeneral`.
 
     Variables: `kernel` of shape `(*in, *out)` and `bias` of shape `(*out,)`. With a kernel of two dims the state and
@@ -33,7 +33,8 @@ class LinearGeneral(nnx.Module):
     Args:
       in_features, out_features: sizes. The product of each must be a multiple of 16, unless `recipe` is None.
       axis: the dims of `x` that are contracted, one for each of `in_features`, in ascending order.
-      use_bias, dtype, param_dtype, recipe, recompute, rngs, kernel_metadata, bias_metadata: as in `Linear`.
+      use_bias, dtype, param_dtype, recipe, recompute, rngs, kernel_metadata, bias_metadata, lora: as in `Linear`. An
+        adapter has the sizes of the kernel as a matrix.
       kernel_init, bias_init: initializers, which get the shapes of the matrices.
 
     Raises:
@@ -65,21 +66,31 @@ class LinearGeneral(nnx.Module):
         rngs: nnx.Rngs,
         kernel_metadata: Metadata = NOTHING,
         bias_metadata: Metadata = NOTHING,
+        lora: Lora | None = None,
     ):
         self.in_features, self.out_features, self.axis = map(_as_tuple, (in_features, out_features, axis))
         self._layer = f"LinearGeneral({self.in_features}, {self.out_features})"
         if len(self.in_features) != len(self.axis):
             raise ValueError(f"{self._layer}: axis must have a dim for each of in_features, got {self.axis}")
-        k, n = self._k, self._n = math.prod(self.in_features), math.prod(self.out_features)
-        sizes = {"in_features": k, "out_features": n}
+        sizes = {"in_features": math.prod(self.in_features), "out_features": math.prod(self.out_features)}
         check_fields(self._layer, sizes, recipe, dtype, param_dtype, use_bias=use_bias, recompute=recompute)
-        kernel = kernel_init(rngs.params(), (k, n), param_dtype)
-        dims = (*kernel.shape[:-2], *self.in_features, *self.out_features)
-        self.kernel = nnx.Param(kernel.reshape(dims), **kernel_metadata)
-        bias = bias_init(rngs.params(), (n,), param_dtype).reshape(self.out_features) if use_bias else None
-        self.bias = nnx.data(None if bias is None else nnx.Param(bias, **bias_metadata))
-        self.use_bias, self.dtype, self.param_dtype, self.recompute = use_bias, dtype, param_dtype, recompute
-        state = None if recipe is None else GemmState(recipe, kernel)
+        check_has_no_targets(self._layer, lora)
+        super().__init__(
+            self.in_features,
+            self.out_features,
+            use_bias=use_bias,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+            lora=lora,
+        )
+        self.use_bias, self.dtype, self.recompute = use_bias, dtype, recompute
+        kernel = self.kernel[...]
+        stacked = kernel.shape[: kernel.ndim - len(self.in_features) - len(self.out_features)]
+        state = None if recipe is None else GemmState(recipe, kernel.reshape(*stacked, *self.matrix_shape))
         is_matrix = len(self.in_features) == len(self.out_features) == 1
         self.fp8 = nnx.data(state if is_matrix or state is None else nnx.Dict({UNNAMED: state}))
 
@@ -99,16 +110,16 @@ class LinearGeneral(nnx.Module):
         check_sharding(self._layer, out_sharding)
         contracted = self._contracted(x)
         leading = [dim for dim in range(x.ndim) if dim not in contracted]
-        rows = jnp.transpose(x, [*leading, *contracted]).reshape(*(x.shape[dim] for dim in leading), self._k)
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...].reshape(self._n)
-        state = self.fp8[UNNAMED] if isinstance(self.fp8, nnx.Dict) else self.fp8
-        matrix = kernel.reshape(self._k, self._n)
-        parameters, gemm = prepare_gemm(self._layer, state, LinearParameters(matrix, bias))
-        dtype = jnp.result_type(x, kernel) if self.dtype is None else self.dtype
-        with jax.named_scope(scope_name(self._layer, gemm)):
-            y, amaxes = linear(rows, parameters, gemm, dtype, recompute=self.recompute)
-        stage_in(state, gemm, amaxes)
+        rows = jnp.transpose(x, [*leading, *contracted]).reshape(*(x.shape[dim] for dim in leading), -1)
+        product = Product.of(self._layer, self.gemm_state, self)
+        dtype = self.result_dtype(x) if self.dtype is None else self.dtype
+        with jax.named_scope(product.scope()):
+            y = product.multiply(rows, dtype, recompute=self.recompute)
         return y.reshape(*rows.shape[:-1], *self.out_features)
+
+    @property
+    def gemm_state(self) -> GemmState | None:
+        return self.fp8[UNNAMED] if isinstance(self.fp8, nnx.Dict) else self.fp8
 
     def _contracted(self, x: jax.Array) -> list[int]:
         """The dims of `x` that the kernel contracts, ascending."""

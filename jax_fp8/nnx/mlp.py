@@ -7,14 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
+from jax_fp8.core.lora import Lora
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.kernels.activation import is_gated
-from jax_fp8.nnx.checks import check_fields, check_input
-from jax_fp8.nnx.layers import DELAYED, LECUN, ZEROS, LinearParams, NormParams
-from jax_fp8.nnx.state import GemmState, prepare_gemm, scope_name, stage_in
+from jax_fp8.nnx.checks import check_fields, check_input, check_lora
+from jax_fp8.nnx.layers import DELAYED, NormParams
+from jax_fp8.nnx.product import LECUN, ZEROS, LinearParams, Product
+from jax_fp8.nnx.state import GemmState
 from jax_fp8.ops.norm_mlp import norm_mlp
-from jax_fp8.ops.parameters import LinearParameters
+from jax_fp8.ops.unfused import mlp_by_parts
 
 
 class LayerNormMLP(nnx.Module):
@@ -30,6 +32,7 @@ class LayerNormMLP(nnx.Module):
       residual: return `x + down(...)`, added by the last GEMM, and its gradient by the norm's backward.
       norm, use_bias, epsilon, dtype, param_dtype, recipe, recompute, rngs: as in `LayerNormLinear`.
       kernel_init, bias_init: initializers, as in `Linear`.
+      lora: adapters of `gate`, `up` and `down`, or of those among its targets; None has none.
 
     Raises:
       ValueError: if an argument is not valid, or a size is not a multiple of 16 with a recipe.
@@ -61,6 +64,7 @@ class LayerNormMLP(nnx.Module):
         recipe: Recipe | None = DELAYED,
         recompute: bool = False,
         rngs: nnx.Rngs,
+        lora: Lora | None = None,
     ):
         self._layer = f"LayerNormMLP({in_features}, {hidden_features})"
         sizes = {"in_features": in_features, "hidden_features": hidden_features}
@@ -75,15 +79,25 @@ class LayerNormMLP(nnx.Module):
             recompute=recompute,
             residual=residual,
         )
-        linear_params = partial(
-            LinearParams, use_bias=use_bias, param_dtype=param_dtype, bias_init=bias_init, rngs=rngs
-        )
+        check_lora(self._layer, lora)
+
+        def params(name: str, rows: int, columns: int, init: Initializer) -> LinearParams:
+            return LinearParams(
+                (rows,),
+                (columns,),
+                use_bias=use_bias,
+                param_dtype=param_dtype,
+                kernel_init=init,
+                bias_init=bias_init,
+                rngs=rngs,
+                lora=lora if lora is not None and lora.is_for(name) else None,
+            )
 
         self.norm = NormParams(in_features, norm, param_dtype)
         self.into = ("gate", "up") if is_gated(activation) else ("up",)
         for name in self.into:
-            setattr(self, name, linear_params(in_features, hidden_features, kernel_init=kernel_init))
-        self.down = linear_params(hidden_features, in_features, kernel_init=down_init or kernel_init)
+            setattr(self, name, params(name, in_features, hidden_features, kernel_init))
+        self.down = params("down", hidden_features, in_features, down_init or kernel_init)
         self.in_features, self.hidden_features, self.activation = in_features, hidden_features, activation
         self.epsilon, self.dtype, self.residual, self.recompute = epsilon, dtype, residual, recompute
         kernels = {joined_name(self.into): tuple(getattr(self, name).kernel[...] for name in self.into)}
@@ -104,26 +118,29 @@ class LayerNormMLP(nnx.Module):
           ValueError: if `x` has another shape.
         """
         check_input(self._layer, x, self.in_features)
-        parts = [getattr(self, name).parameters for name in self.into]
-        up = parts[0] if len(parts) == 1 else LinearParameters.beside(*parts)
-        states = None if self.fp8 is None else (self.fp8[joined_name(self.into)], self.fp8["down"])
-        up_state, down_state = states or (None, None)
-        up, up_gemm = prepare_gemm(self._layer, up_state, up)
-        down, down_gemm = prepare_gemm(self._layer, down_state, self.down.parameters)
-        with jax.named_scope(scope_name(self._layer, up_gemm, inside=1)):
+        states = (None, None) if self.fp8 is None else (self.fp8[joined_name(self.into)], self.fp8["down"])
+        up = Product.of(self._layer, states[0], *(getattr(self, name) for name in self.into))
+        down = Product.of(self._layer, states[1], self.down)
+        norm, fields = self.norm.parameters, (self.activation, self.epsilon, self.dtype)
+        with jax.named_scope(up.scope(inside=1)):
+            if up.adapters or down.adapters:
+
+                def multiply_down(rows: jax.Array, added: jax.Array | None) -> jax.Array:
+                    return down.multiply(rows, self.dtype, added, self.recompute)
+
+                multiply_up = partial(up.multiply, dtype=self.dtype, recompute=self.recompute)
+                return mlp_by_parts(multiply_up, multiply_down, x, norm, *fields, self.residual)
             y, amaxes = norm_mlp(
                 x,
-                self.norm.parameters,
-                up,
-                down,
-                None if up_gemm is None or down_gemm is None else (up_gemm, down_gemm),
-                self.activation,
-                self.epsilon,
-                self.dtype,
+                norm,
+                up.parameters,
+                down.parameters,
+                (up.fp8, down.fp8) if up.fp8 and down.fp8 else None,
+                *fields,
                 residual=self.residual,
                 recompute=self.recompute,
             )
         if amaxes is not None:
-            stage_in(up_state, up_gemm, amaxes[0])
-            stage_in(down_state, down_gemm, amaxes[1])
+            up.stage(amaxes[0])
+            down.stage(amaxes[1])
         return y

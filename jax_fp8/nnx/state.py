@@ -6,10 +6,9 @@ The dict has the form of a Linen model's collection "fp8", so every function tha
 state of an NNX model.
 """
 
-import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +17,7 @@ from flax import nnx
 from jax import lax
 
 from jax_fp8.core.batching import shared_amaxes
+from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.paths import LayerPath, at_path, check_gemm_path, check_layer_name, put_at_path
 from jax_fp8.core.recipe import Recipe
@@ -47,16 +47,23 @@ class Fp8State(nnx.Variable):
     """
 
 
+class FrozenWeight(nnx.Variable):
+    """The kernels of a GEMM, frozen in FP8: an `Fp8Pair` with their transpose, side by side."""
+
+
 class GemmState(nnx.Module):
     """The state of one GEMM.
 
     Variables under a recipe with state: `scale` f32[3] and `amax_history` f32[3, L], with leading dims where layers are
-    stacked. For one trace, `attach` adds `recorder` where gradients are taken, and `weight` where weights are cached.
+    stacked. Once the kernels are frozen also `frozen`, a `FrozenWeight`. For one trace, `attach` adds `recorder` where
+    gradients are taken, and `weight` where weights are cached.
 
     Args:
       recipe: of its layer.
       kernels: (..., k, n_i), side by side.
     """
+
+    frozen: FrozenWeight
 
     def __init__(self, recipe: Recipe, kernels: Matrices):
         self.recipe = recipe
@@ -79,6 +86,7 @@ class GemmState(nnx.Module):
     def gemm(self, layer: str, parameters: LinearParameters) -> tuple[LinearParameters, Fp8Gemm]:
         """Parameters and GEMM as the layer's op takes them. Messages name the layer by its path where that is known."""
         recorder, weight = (getattr(self, name).get_value() if hasattr(self, name) else None for name in ATTACHED)
+        weight = self.frozen.get_value() if hasattr(self, "frozen") else weight
         if self.path is not None:
             marked = register_gemm(self.path, self.recipe, parameters.kernel, weight is not None)
             parameters = replace(parameters, kernel=marked)
@@ -86,47 +94,19 @@ class GemmState(nnx.Module):
         scales = self.scale.get_value() if self.recipe.has_state else None
         return parameters, layer_gemm(layer, self.recipe, parameters, scales, recorder, weight)
 
+    def begin_again(self, kernels: Matrices) -> None:
+        """Give kernels that were replaced the scale of new ones, and no history."""
+        if self.recipe.has_state:
+            first = _first_state(self.recipe, as_tuple(kernels))["scale"]
+            self.scale.set_value(self.scale.get_value().at[..., KERNEL].set(first[..., KERNEL]))
+            self.amax_history.set_value(self.amax_history.get_value().at[..., KERNEL, :].set(0))
+
     def stage(self, gemm: Fp8Gemm, amaxes: jax.Array) -> None:
         """Stage the amaxes f32[2] of a forward pass, in its record or, in training mode, in the state itself."""
         gemm.record_forward(amaxes)
         if self.recipe.has_state and not gemm.is_recorded and not self.use_running_average:
             history = self.amax_history.get_value()
             self.amax_history.set_value(stage(history, shared_amaxes(history, lax.stop_gradient(amaxes))))
-
-
-def prepare_gemm(
-    layer: str, state: GemmState | None, parameters: LinearParameters
-) -> tuple[LinearParameters, Fp8Gemm | None]:
-    """Parameters and FP8 GEMM as the layer's op takes them; without a state there is no FP8 GEMM."""
-    if state is None:
-        return parameters, None
-    if hasattr(state, "qwix_path"):  # qwix marks the modules of a model that it has taken up
-        _warn_of_qwix(layer)
-    return state.gemm(layer, parameters)
-
-
-@cache
-def _warn_of_qwix(layer: str) -> None:
-    warnings.warn(
-        f"{layer} is in FP8, so qwix gives it no adapter and does not quantize it: apply qwix first, and then convert "
-        "the layers that are left",
-        stacklevel=4,
-    )
-
-
-def stage_in(state: GemmState | None, gemm: Fp8Gemm | None, amaxes: jax.Array | None) -> None:
-    """Stage the forward amaxes that an op has returned; without FP8 there are none."""
-    if state is not None and gemm is not None and amaxes is not None:
-        state.stage(gemm, amaxes)
-
-
-def scope_name(layer: str, gemm: Fp8Gemm | None, inside: int = 0) -> str:
-    """The scope in which a layer computes: its path where that is known, as for Linen modules, otherwise `layer`.
-
-    `inside`: by how many names the path of the GEMM is longer than that of the layer.
-    """
-    names = (layer if gemm is None else gemm.layer).split("/")
-    return "/".join(names[: len(names) - inside]) or layer
 
 
 ATTACHED = RECORDER, "weight"
@@ -145,13 +125,18 @@ def gemms_of(node: PyTree) -> dict[LayerPath, GemmState]:
     gemms = {}
     for path, module in nnx.iter_modules(node):
         if isinstance(module, GemmState):
-            last = max(position for position, name in enumerate(path) if name == OWN_NAME)
-            names = names_of((*path[:last], *path[last + 1 :]))
+            names = gemm_path(path)
             check_gemm_path(names)
-            if last == len(path) - 1:  # the layer has one GEMM, with the layer's name
+            if path[-1] == OWN_NAME:  # the layer has one GEMM, with the layer's name
                 check_layer_name(names)
             gemms[names] = module
     return gemms
+
+
+def gemm_path(path: tuple) -> LayerPath:
+    """The path of a GEMM from that of its state, which a layer has under `OWN_NAME`."""
+    last = max(position for position, name in enumerate(path) if name == OWN_NAME)
+    return names_of((*path[:last], *path[last + 1 :]))
 
 
 def names_of(path: Iterable[Hashable]) -> LayerPath:

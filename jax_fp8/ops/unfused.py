@@ -4,10 +4,12 @@ Kept for the backward: the input alone, and two statistics per row of a norm. Th
 ops/norm_mlp.py) write no result in `dtype` at all, so they are faster where nothing else reads it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import activate, activate_backward
@@ -65,3 +67,47 @@ apply_activation.defvjp(
     lambda x, activation: (activate(x, activation), x),
     lambda activation, x, dy: (activate_backward(dy, x, activation),),
 )
+
+
+def norm_then(
+    multiply: Callable[[jax.Array], PyTree],
+    x: jax.Array,
+    norm: NormParameters,
+    epsilon: float,
+    dtype: jax.typing.DTypeLike,
+    return_input: bool,
+) -> PyTree:
+    """`multiply(normalize(x))`; with `return_input` a pair of that and `x`, as of `norm_linear`."""
+    normalized: PyTree = apply_norm(x, norm, epsilon, dtype, return_input=return_input)
+    if not return_input:
+        return multiply(normalized)
+    rows, x = normalized
+    return multiply(rows), x
+
+
+def mlp_by_parts(
+    up: Callable[[jax.Array], PyTree],
+    down: Callable[[jax.Array, jax.Array | None], jax.Array],
+    x: jax.Array,
+    norm: NormParameters | None,
+    activation: str,
+    epsilon: float,
+    dtype: jax.typing.DTypeLike,
+    residual: bool,
+) -> jax.Array:
+    """`down(activation(up(norm(x))), residual)`, as `norm_mlp` computes it in one op.
+
+    Args:
+      up: returns (..., n), or a tuple of gate and up.
+      down: of the activated rows and `x`, which it adds; None without `residual`.
+      norm: None leaves it out.
+    """
+    x = x.astype(dtype)
+    if norm is None:
+        hidden: PyTree = up(x)
+    else:
+        out: PyTree = norm_then(up, x, norm, epsilon, dtype, residual)
+        hidden, x = out if residual else (out, x)
+    hidden = jnp.concatenate(hidden, axis=-1) if isinstance(hidden, tuple) else hidden
+    activated: PyTree = apply_activation(hidden, activation)
+    return down(activated, x if residual else None)

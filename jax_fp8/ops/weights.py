@@ -89,6 +89,16 @@ def cast_kernels(
     return pair if then is None else then(pair)
 
 
+def frozen_weight(recipe: Recipe, kernels: tuple[jax.Array, ...]) -> Fp8Pair:
+    """Kernels (k, n_i) side by side as a frozen weight (core/frozen.py), scaled by their own amax."""
+    return cast_kernels(kernels, _cast_of(recipe), None, transpose_alone)
+
+
+def transpose_alone(pair: Fp8Pair) -> Fp8Pair:
+    """What a frozen weight keeps of its cast."""
+    return Fp8Pair(None, pair.columnwise, pair.amax)
+
+
 def _cast_of(recipe: Recipe) -> Callable[[jax.Array | None, Callable[[], jax.Array]], Cast]:
     """A recipe's cast of a kernel, of which this device may have a part."""
 

@@ -2,7 +2,7 @@
 
     variables ─freeze_kernels→ variables without these kernels, and the collection "fp8_frozen" ─merge_adapters→ params
 
-core/frozen.py says what a frozen weight is, nn/lora.py what an adapter is.
+core/frozen.py says what a frozen weight is, ops/adapters.py what an adapter is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8.core.checks import describe
 from jax_fp8.core.fp8_array import Fp8Pair
@@ -20,7 +21,7 @@ from jax_fp8.core.lora import LORA_A, LORA_B, Lora
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, put_at_path
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.types import PyTree, Variables
-from jax_fp8.ops.weights import cast_gemms
+from jax_fp8.ops.weights import cast_gemms, transpose_alone
 from jax_fp8.parallel.names import without_names
 from jax_fp8.state.checks import check_variables
 from jax_fp8.state.weight_cache import check_can_be_cast, gemms_of_recipe
@@ -74,7 +75,7 @@ def freeze_kernels(
     check_can_be_cast("freeze_kernels", variables, recipe)
     found = gemms_of_recipe(variables, recipe, None, forward)
     gemms = [gemm for gemm in found if kernel_paths(gemm) and not is_of_experts(gemm)]
-    then = dict.fromkeys(gemms, _transpose_alone)
+    then = dict.fromkeys(gemms, transpose_alone)
     frozen = cast_gemms(variables["params"], {}, dict.fromkeys(gemms, recipe), then)
     kernels = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
     left = _without(variables["params"], kernels, ())
@@ -121,20 +122,33 @@ def merge_adapters(variables: Variables, lora: Lora, like: PyTree) -> dict[str, 
             )
         layer = at_path(params, names[:-1]) if names[-1] == "kernel" else None
         if isinstance(layer, Mapping) and LORA_A in layer:
-            return _merge(jnp.asarray(array), layer[LORA_A], layer[LORA_B], lora.scaling, shape.dtype)
+            a, b = (_on_every_device(layer[name]) for name in (LORA_A, LORA_B))
+            return merged_kernel(jnp.asarray(array), a, b, lora.scaling, shape.dtype)
         return jnp.asarray(array).astype(shape.dtype)
 
     return jax.tree_util.tree_map_with_path(merged, like)
 
 
+def _on_every_device(array: jax.Array) -> jax.Array:
+    """The whole matrix: a sum over the rank in parts would be rounded in another way."""
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return array
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(array)
+
+
 @partial(jax.jit, static_argnames=("scaling", "dtype"))
-def _merge(kernel: jax.Array, a: jax.Array, b: jax.Array, scaling: float, dtype: np.dtype) -> jax.Array:
+def merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, scaling: float, dtype: np.dtype) -> jax.Array:
+    """`kernel + scaling · a · b` in float32, rounded once to `dtype`."""
     product = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
     return (kernel.astype(jnp.float32) + scaling * product).astype(dtype)
 
 
-def _transpose_alone(pair: Fp8Pair) -> Fp8Pair:
-    return Fp8Pair(None, pair.columnwise, pair.amax)
+def thawed_kernels(frozen: Fp8Pair, widths: Sequence[int]) -> list[jax.Array]:
+    """The kernels (..., k, n_i) of a frozen weight, in float32."""
+    assert frozen.columnwise is not None, "what a frozen weight keeps"
+    whole = jnp.swapaxes(frozen.columnwise.dequantize(), -1, -2)
+    return jnp.split(whole, np.cumsum(widths)[:-1], axis=-1)
 
 
 def _thawed(node: PyTree, like: PyTree, path: LayerPath) -> dict[str, PyTree]:
@@ -143,9 +157,7 @@ def _thawed(node: PyTree, like: PyTree, path: LayerPath) -> dict[str, PyTree]:
     for name, child in node.items() if isinstance(node, Mapping) else ():
         if isinstance(child, Fp8Pair):
             kernels = kernel_paths(path)
-            widths = [at_path(like, kernel).shape[-1] for kernel in kernels]
-            whole = jnp.swapaxes(child.columnwise.dequantize(), -1, -2)
-            parts = jnp.split(whole, np.cumsum(widths)[:-1], axis=-1)
+            parts = thawed_kernels(child, [at_path(like, kernel).shape[-1] for kernel in kernels])
             for kernel, part in zip(kernels, parts, strict=True):
                 put_at_path(params, kernel[:-1], {kernel[-1]: part})
         else:

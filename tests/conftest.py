@@ -71,9 +71,19 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+import slow_cases  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from jax_fp8.kernels import dispatch  # noqa: E402
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(config, items):
+    missing = slow_cases.mark(items)
+    if missing and config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # all tests were collected
+        raise pytest.UsageError(
+            f"tests/slow_cases.py must name cases that there are, got {', '.join(missing)}; rename or remove them"
+        )
 
 
 def pytest_collection_finish(session):

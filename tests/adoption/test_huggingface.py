@@ -59,7 +59,9 @@ def test_logits_are_those_of_the_equations(case, folder_of):
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 
 
-@pytest.mark.parametrize(("case", "recipe"), [("gpt2", None), ("gpt2", RECIPE), ("llama", None)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "recipe"), [("gpt2", None), pytest.param("gpt2", RECIPE, marks=pytest.mark.slow), ("llama", None)], ids=str
+)
 def test_params_as_they_were_read_may_be_constants_of_a_program(case, recipe, folder_of):
     """They are NumPy arrays, which a function under `jax.jit` closes over: for logits, gradients and new tokens."""
     config, params = fp8.load_huggingface(folder_of(case))

@@ -176,6 +176,8 @@ CALLS: dict[str, list[Call]] = {
     "nnx.Linear.__call__": error(lambda: fp8.nnx.Linear(16, 16, rngs=RNGS)(X, out_sharding=P())),
     "nnx.LinearGeneral": error(lambda: fp8.nnx.LinearGeneral((4, 4), 16, rngs=RNGS)),
     "nnx.LinearGeneral.__call__": error(lambda: fp8.nnx.LinearGeneral(32, 16, rngs=RNGS)(X)),
+    "nnx.Einsum": error(lambda: fp8.nnx.Einsum("BED,EDH->BEH", (2, 16, 16), rngs=RNGS)),
+    "nnx.Einsum.__call__": error(lambda: fp8.nnx.Einsum("BD,DH->BH", (16, 16), rngs=RNGS)(jnp.ones((2, 3, 16)))),
     "nnx.LayerNormLinear": error(lambda: fp8.nnx.LayerNormLinear(16, 16, epsilon=-1.0, rngs=RNGS)),
     "nnx.LayerNormLinear.__call__": error(lambda: fp8.nnx.LayerNormLinear(32, 16, rngs=RNGS)(X)),
     "nnx.LayerNormMLP": error(lambda: fp8.nnx.LayerNormMLP(16, 16, activation="tanh", rngs=RNGS)),

@@ -9,6 +9,7 @@ operations, so their numbers are the same.
 
 from jax_fp8.nnx.adapters import freeze_kernels, merge_adapters
 from jax_fp8.nnx.convert import Conversion, convert
+from jax_fp8.nnx.einsum import Einsum
 from jax_fp8.nnx.functional import batch_stats, split
 from jax_fp8.nnx.gradients import value_and_grad, warm_start
 from jax_fp8.nnx.layers import LayerNormLinear, Linear
@@ -18,6 +19,7 @@ from jax_fp8.nnx.state import Fp8State, fp8_state, update_state
 
 __all__ = [
     "Conversion",
+    "Einsum",
     "Fp8State",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -12,6 +12,7 @@ from flax.nnx import filterlib
 from jax_fp8.core.checks import describe
 from jax_fp8.core.paths import joined_name
 from jax_fp8.kernels.quantize import as_tuple
+from jax_fp8.nnx.einsum import Einsum
 from jax_fp8.nnx.layers import LayerNormLinear, Linear
 from jax_fp8.nnx.linear_general import LinearGeneral
 from jax_fp8.nnx.mlp import LayerNormMLP
@@ -64,7 +65,7 @@ def freeze_kernels(model: nnx.Module, where: filterlib.Filter = ...) -> tuple[st
                 kernels = as_tuple(beside(params).kernel)
                 state.frozen = FrozenWeight(frozen_weight(state.recipe, kernels))
                 for each in params:
-                    each.kernel = nnx.data(None)
+                    each.set_kernel(None)
         frozen.append(name)
     if not frozen:
         raise ValueError(
@@ -115,14 +116,15 @@ def merge_adapters(model: nnx.Module) -> None:
 
 
 def _set_merged(params: LinearParams, kernel: jax.Array) -> None:
-    dtype = params.param_dtype if params.kernel is None else params.kernel[...].dtype
+    own = params.own_kernel
+    dtype = params.param_dtype if own is None else own[...].dtype
     if params.adapter is not None:
         kernel = merged_kernel(kernel, params.adapter.a, params.adapter.b, params.adapter.scaling, dtype)
-    kernel = kernel.astype(dtype).reshape(params.dims)
-    if params.kernel is None:
-        params.kernel = nnx.data(nnx.Param(kernel))
+    kernel = params.from_matrix(kernel.astype(dtype))
+    if own is None:
+        params.set_kernel(nnx.Param(kernel))
     else:
-        params.kernel[...] = kernel
+        own[...] = kernel
     params.lora, params.lora_a, params.lora_b = None, nnx.data(None), nnx.data(None)
 
 
@@ -135,16 +137,14 @@ def _layers(caller: str, model: nnx.Module) -> Iterator[tuple[tuple, nnx.Module,
             into = tuple(getattr(layer, name) for name in layer.into)
             states = layer.fp8 or {}
             yield path, layer, [(states.get(joined_name(layer.into)), into), (states.get("down"), (layer.down,))]
-        elif isinstance(layer, LinearGeneral):
+        elif isinstance(layer, Linear | LayerNormLinear | LinearGeneral | Einsum):
             yield path, layer, [(layer.gemm_state, (layer,))]
-        elif isinstance(layer, Linear | LayerNormLinear):
-            yield path, layer, [(layer.fp8, (layer,))]
 
 
 def _check_is_not_stacked(name: str, params: tuple[LinearParams, ...]) -> None:
     for each in params:
-        if each.kernel is not None and each.kernel[...].ndim != len(each.dims):
+        if each.own_kernel is not None and each.own_kernel[...].ndim != len(each.dims):
             raise ValueError(
                 f"{name or type(each).__name__}: kernels of stacked layers are neither frozen nor merged, got one of "
-                f"shape {each.kernel[...].shape}; leave it out with where, or make the layers one by one"
+                f"shape {each.own_kernel[...].shape}; leave it out with where, or make the layers one by one"
             )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import filterlib
 from flax.nnx.nn import dtypes
@@ -12,13 +13,16 @@ from flax.nnx.nn import dtypes
 from jax_fp8.core.checks import describe
 from jax_fp8.core.lora import Lora
 from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.types import PyTree
 from jax_fp8.nn.checks import own_product
 from jax_fp8.nnx.checks import check_lora
+from jax_fp8.nnx.foreign_einsum import einsum_in_fp8, matrix_shape, why_no_product
 from jax_fp8.nnx.layers import DELAYED, Linear
 from jax_fp8.nnx.linear_general import LinearGeneral
+from jax_fp8.nnx.product import LinearParams
 
-SWAPPED = nnx.Linear, nnx.LinearGeneral
-MULTIPLIES = *SWAPPED, nnx.Einsum, nnx.LoRALinear  # layers that multiply by a kernel of their own
+SWAPPED = nnx.Linear, nnx.LinearGeneral, nnx.Einsum
+NORMS = nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.BatchNorm  # no products, though stacked scales have two dims
 OWN = ("kernel", "bias")  # variables of the layers that are swapped
 Sizes = int | tuple[int, ...]
 
@@ -57,13 +61,14 @@ def convert(
 ) -> Conversion:
     """Swap the linear layers of a model for FP8 layers, in place and with the same parameters.
 
-    Every `nnx.Linear` and `nnx.LinearGeneral` becomes the FP8 layer of that name. The projections of
-    `nnx.MultiHeadAttention` are `nnx.LinearGeneral`, so they are swapped too. The `nnx.Param` objects and their paths
-    stay the same, so earlier optimizers and checkpoints still fit. A layer keeps its dtype: one that computes in
-    float32 returns float32.
+    Every `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum` becomes the FP8 layer of that name. The projections of
+    `nnx.MultiHeadAttention` are `nnx.LinearGeneral`, so they are swapped too. So are layers of other libraries that
+    have an `einsum_str` and one param, and compute `jnp.einsum` of both and nothing else, such as those of Tunix's
+    models; their trace tells. The `nnx.Param` objects and their paths stay the same, so earlier optimizers and
+    checkpoints still fit. A layer keeps its dtype: one that computes in float32 returns float32.
 
     Args:
-      model: holds the layers, and is itself neither of the two.
+      model: holds the layers, and is itself none of them.
       recipe: of the layers.
       where: an NNX filter, or a function of path and layer, that selects the layers to swap.
       lora: adapters of the swapped layers, `nnx.LoRAParam` of the layer's `param_dtype`; targets are names such as
@@ -71,9 +76,10 @@ def convert(
       rngs: for `lora`: has the stream "params", for the first matrices.
 
     Returns:
-      The paths of the swapped layers, and of those that multiply by a kernel and were not swapped, with reasons. A
-      reason is the filter, sizes that are not multiples of 16, settings or variables that the FP8 layer does not have,
-      such as adapters, or another class. A class derived from the two counts as another one.
+      The paths of the swapped layers, and of all other modules with a param of two dims or more, with reasons. A reason
+      is the filter, sizes that are not multiples of 16, an einsum that is no product of matrices, settings or variables
+      that the FP8 layer does not have, such as adapters, or another class. A class derived from one of Flax's counts as
+      another one.
 
     Raises:
       ValueError: if `model` is not a model with layers inside, `recipe` is not a recipe, `lora` comes without `rngs`,
@@ -99,14 +105,13 @@ def convert(
     is_wanted = filterlib.to_predicate(where)
     in_fp8: dict[int, nnx.Module] = {}  # by the id of the layer that each replaces
     converted, left = [], {}
-    layers = {path: layer for path, layer in nnx.iter_modules(model) if isinstance(layer, MULTIPLIES)}
+    layers = {path: layer for path, layer in nnx.iter_modules(model) if _multiplies(layer)}
     for path, layer in layers.items():
         name = "/".join(map(str, path))
         reason = "not asked for" if not is_wanted(path, layer) else _why_not(layer)
         if reason is not None:
             left[name] = reason
             continue
-        assert isinstance(layer, SWAPPED)  # `_why_not` has a reason for every other class
         own = lora if lora is not None and lora.is_for(str(path[-1])) else None
         in_fp8[id(layer)] = _in_fp8(layer, recipe, own and replace(own, targets=None), rngs)
         converted.append(name)
@@ -124,25 +129,6 @@ def convert(
     return Conversion(tuple(converted), left)
 
 
-def _why_not(layer: nnx.Module) -> str | None:
-    """The reason not to swap this layer, or None."""
-    if not isinstance(layer, SWAPPED) or type(layer) not in SWAPPED:
-        return f"its class is {type(layer).__name__}, none that convert knows"
-    k, n = (math.prod(_as_tuple(sizes)) for sizes in (layer.in_features, layer.out_features))
-    if k % 16 or n % 16:
-        return f"FP8 needs features divisible by 16, got {k} to {n}"
-    added = sorted(name for name, value in vars(layer).items() if name not in OWN and isinstance(value, nnx.Variable))
-    if added:
-        return f"has variables that {type(layer).__name__} does not have, {' and '.join(added)}"
-    others = {
-        "batch_axis": not getattr(layer, "batch_axis", None),
-        "promote_dtype": layer.promote_dtype is dtypes.promote_dtype,
-        "preferred_element_type": layer.preferred_element_type is None,
-    }
-    settings = own_product(layer) + [name for name, is_default in others.items() if not is_default]
-    return f"has its own {' and '.join(settings)}" if settings else None
-
-
 def _check_adapters(lora: Lora | None, rngs: nnx.Rngs | None) -> None:
     check_lora("convert", lora)
     if (lora is None) != (rngs is None):
@@ -152,10 +138,52 @@ def _check_adapters(lora: Lora | None, rngs: nnx.Rngs | None) -> None:
         )
 
 
-def _in_fp8(
-    layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe, lora: Lora | None, rngs: nnx.Rngs | None
-) -> Linear | LinearGeneral:
-    """The FP8 layer with the parameters of Flax's, which may have leading dims of stacked layers."""
+def _multiplies(module: nnx.Module) -> bool:
+    """Whether a module of Flax or of somebody else has a param that is, perhaps, a kernel."""
+    if isinstance(module, (LinearParams, *NORMS)):
+        return False
+    return any(isinstance(value, nnx.Param) and value.ndim > 1 for value in vars(module).values())
+
+
+def _why_not(layer: PyTree) -> str | None:
+    """The reason not to swap this layer, or None."""
+    is_flax = type(layer) in SWAPPED
+    if not is_flax and not isinstance(getattr(layer, "einsum_str", None), str):
+        return f"its class is {type(layer).__name__}, none that convert knows"
+    added = sorted(name for name, value in vars(layer).items() if name not in OWN and isinstance(value, nnx.Variable))
+    if is_flax and added:
+        return f"has variables that {type(layer).__name__} does not have, {' and '.join(added)}"
+    if hasattr(layer, "einsum_str"):
+        reason = why_no_product(layer)
+        if reason is not None:
+            return reason
+    k, n = _matrix_shape(layer)
+    if k % 16 or n % 16:
+        return f"FP8 needs features divisible by 16, got {k} to {n}"
+    if not is_flax:
+        return None
+    others = {
+        "batch_axis": not getattr(layer, "batch_axis", None),
+        "einsum_op": getattr(layer, "einsum_op", jnp.einsum) is jnp.einsum,
+        "promote_dtype": layer.promote_dtype is dtypes.promote_dtype,
+        "preferred_element_type": layer.preferred_element_type is None,
+    }
+    settings = own_product(layer) + [name for name, is_default in others.items() if not is_default]
+    return f"has its own {' and '.join(settings)}" if settings else None
+
+
+def _matrix_shape(layer: PyTree) -> tuple[int, int]:
+    if hasattr(layer, "einsum_str"):
+        return matrix_shape(layer)
+    k, n = (math.prod(_as_tuple(sizes)) for sizes in (layer.in_features, layer.out_features))
+    return k, n
+
+
+def _in_fp8(layer: PyTree, recipe: Recipe, lora: Lora | None, rngs: nnx.Rngs | None) -> LinearParams:
+    """The FP8 layer with the parameters of another one, which may have leading dims of stacked layers."""
+    common = {"recipe": recipe, "rngs": rngs or nnx.Rngs(0), "lora": lora}
+    if hasattr(layer, "einsum_str"):
+        return einsum_in_fp8(layer, **common)
     kernel = layer.kernel[...]
     k, n = (_as_tuple(sizes) for sizes in (layer.in_features, layer.out_features))
     stacked = kernel.shape[: kernel.ndim - len(k) - len(n)]
@@ -168,9 +196,7 @@ def _in_fp8(
         dtype=layer.dtype,
         param_dtype=layer.param_dtype,
         kernel_init=lambda *_: kernel.reshape(*stacked, math.prod(k), math.prod(n)),
-        recipe=recipe,
-        rngs=rngs or nnx.Rngs(0),
-        lora=lora,
+        **common,
     )
     in_fp8.kernel, in_fp8.bias, in_fp8.use_bias = layer.kernel, layer.bias, layer.use_bias
     return in_fp8

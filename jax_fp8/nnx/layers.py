@@ -12,7 +12,6 @@ from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.kernels.norm import NormParameters, check_norm
 from jax_fp8.nnx.checks import check_fields, check_has_no_targets, check_input, check_sharding
 from jax_fp8.nnx.product import LECUN, NOTHING, ZEROS, LinearParams, Metadata, Product
-from jax_fp8.nnx.state import GemmState
 from jax_fp8.ops.norm_linear import norm_linear
 from jax_fp8.ops.unfused import norm_then
 
@@ -99,7 +98,7 @@ class Linear(LinearParams):
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.dtype = use_bias, dtype
         self.recompute = recompute
-        self.fp8 = nnx.data(None if recipe is None else GemmState(recipe, self.kernel[...]))
+        self.begin_state(recipe)
 
     def __call__(self, x: jax.Array, out_sharding: None = None, *, residual: jax.Array | None = None) -> jax.Array:
         """Multiply by the kernel, and add the bias and the residual.
@@ -193,7 +192,7 @@ class LayerNormLinear(LinearParams):
         )
         self.in_features, self.out_features = in_features, out_features
         self.epsilon, self.dtype, self.return_input, self.recompute = epsilon, dtype, return_input, recompute
-        self.fp8 = nnx.data(None if recipe is None else GemmState(recipe, self.kernel[...]))
+        self.begin_state(recipe)
 
     def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Normalize, multiply by the kernel, and add the bias.

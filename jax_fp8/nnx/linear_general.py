@@ -13,12 +13,10 @@ from flax.typing import Dtype, Initializer
 
 from jax_fp8.core.checks import describe, is_array
 from jax_fp8.core.lora import Lora
-from jax_fp8.core.paths import UNNAMED
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.nnx.checks import check_fields, check_has_no_targets, check_sharding
 from jax_fp8.nnx.layers import DELAYED
 from jax_fp8.nnx.product import LECUN, NOTHING, ZEROS, LinearParams, Metadata, Product
-from jax_fp8.nnx.state import GemmState
 
 Dims = int | Sequence[int]
 
@@ -88,11 +86,7 @@ class LinearGeneral(LinearParams):
             lora=lora,
         )
         self.use_bias, self.dtype, self.recompute = use_bias, dtype, recompute
-        kernel = self.kernel[...]
-        stacked = kernel.shape[: kernel.ndim - len(self.in_features) - len(self.out_features)]
-        state = None if recipe is None else GemmState(recipe, kernel.reshape(*stacked, *self.matrix_shape))
-        is_matrix = len(self.in_features) == len(self.out_features) == 1
-        self.fp8 = nnx.data(state if is_matrix or state is None else nnx.Dict({UNNAMED: state}))
+        self.begin_state(recipe)
 
     def __call__(self, x: jax.Array, out_sharding: None = None) -> jax.Array:
         """Multiply by the kernel, and add the bias.
@@ -116,10 +110,6 @@ class LinearGeneral(LinearParams):
         with jax.named_scope(product.scope()):
             y = product.multiply(rows, dtype, recompute=self.recompute)
         return y.reshape(*rows.shape[:-1], *self.out_features)
-
-    @property
-    def gemm_state(self) -> GemmState | None:
-        return self.fp8[UNNAMED] if isinstance(self.fp8, nnx.Dict) else self.fp8
 
     def _contracted(self, x: jax.Array) -> list[int]:
         """The dims of `x` that the kernel contracts, ascending."""

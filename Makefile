@@ -3,6 +3,7 @@
 # make test     every test that is not marked `slow`, 20 minutes on two cores, less when it is run again
 # make test-all `make lint`, every test, and `make versions`, 50 minutes on two cores
 # make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist
+# make hosts    models and trainers of other libraries in FP8, with the real packages: 10 minutes on two cores
 # make lint     ruff and pyright
 # make docs     the site of docs/ in build/site, with the reference; a warning is an error
 # make wheels   sources and wheels for other machines in dist/, checked: for each of Python 3.11 to 3.14 that is here
@@ -13,7 +14,7 @@
 # compiled once. PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes
 # to `python -m jax_fp8 train`.
 
-.PHONY: train check test test-all versions lint docs wheels install clean
+.PHONY: train check test test-all versions hosts lint docs wheels install clean
 
 # An interpreter is usable if it is 3.11 or newer and can make an environment and compile an extension.
 USABLE := import ensurepip, os, sys, sysconfig, venv; \
@@ -79,6 +80,9 @@ test-all: lint versions
 versions: $(OTHERS:%=.venv-%/.test)
 	$(foreach version,$(OTHERS),$(call run_tests,.venv-$(version),-m "versions and not slow" $(MARKED)))
 
+hosts: .venv-hosts/.hosts
+	$(foreach check,$(wildcard tests/hosts/*_check.py),$(call run_check,$(check)))
+
 install: .venv/.test $(OTHERS:%=.venv-%/.test)
 
 lint: .venv/.test
@@ -97,13 +101,26 @@ wheels:
 	$(firstword $(WHEEL_PYTHONS)) csrc/wheels.py $(WHEEL_PYTHONS)
 
 clean:
-	rm -rf .venv .venv-3.* build dist .pytest_cache .ruff_cache jax_fp8/_kernels*.so
+	rm -rf .venv .venv-3.* .venv-hosts build dist .pytest_cache .ruff_cache jax_fp8/_kernels*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv-hosts/.hosts: pyproject.toml
+	$(if $(PYTHON),,$(error $(NO_PYTHON)))
+	@echo "installing jax_fp8 and libraries with trainers into .venv-hosts: the first time takes minutes"
+	$(PYTHON) -m venv .venv-hosts
+	.venv-hosts/bin/python -m pip install --quiet --editable ".[hosts]" "$(JAX)"
+	@touch $@
 
 # The compiler for GPUs is only on the tests' path: where no GPU is, jax would complain about it in every other program.
 define run_tests
 	PYTHONPATH=$(1)/gpu-compiler $(1)/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist worksteal \
 	    --durations 15 --durations-min 10 $(2)
+
+endef
+
+# A script with checks of another library.
+define run_check
+	.venv-hosts/bin/python $(1)
 
 endef
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 import jax_fp8.nnx
+from jax_fp8.integrations.tunix import in_fp8
 
 Call = tuple[type[Exception], Callable[[], object]]
 
@@ -185,6 +186,7 @@ CALLS: dict[str, list[Call]] = {
     "nnx.convert": error(lambda: fp8.nnx.convert(nnx.Linear(16, 16, rngs=RNGS))),
     "nnx.freeze_kernels": error(lambda: fp8.nnx.freeze_kernels(nnx.Linear(16, 16, rngs=RNGS))),
     "nnx.merge_adapters": error(lambda: fp8.nnx.merge_adapters(3)),
+    "in_fp8": error(lambda: in_fp8(3)),
     "nnx.value_and_grad": error(lambda: fp8.nnx.value_and_grad(3)),
     "nnx.warm_start": error(lambda: fp8.nnx.warm_start(loss_fn, has_aux=3)),
     "nnx.split": error(lambda: fp8.nnx.split(misnamed())),

@@ -34,6 +34,7 @@ ROOMS = {
 ROOMS["train"] = ROOMS["distributed"] | {"train"}
 ROOMS |= {
     "nnx": ROOMS["train"] | {"nn", "nnx"},
+    "integrations": ROOMS["train"] | {"nn", "nnx", "integrations"},
     "inspect": ROOMS["train"] | {"inspect"},
     "tune": ROOMS["train"] | {"inspect", "tune"},
     "plan": ROOMS["train"] | {"nn", "models", "inspect", "tune", "plan"},

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jax.nn import initializers
 
-from jax_fp8.core.checks import check_integer, check_number
+from jax_fp8.core.checks import check_integer, check_number, describe
 
 LORA_A, LORA_B = "lora_a", "lora_b"  # the params of an adapter, (in, rank) and (rank, features)
 # Their initializers: `a` is uniform up to 1 / sqrt(in), as in PEFT, and a new adapter adds nothing.
@@ -53,3 +53,9 @@ class Lora:
     def is_for(self, layer: str) -> bool:
         """Whether a layer of this name has an adapter."""
         return self.targets is None or layer in self.targets
+
+
+def check_lora(layer: str, lora: object) -> None:
+    """Raise unless this is a `Lora` or None."""
+    if lora is not None and not isinstance(lora, Lora):
+        raise ValueError(f"{layer}: lora must be a Lora or None, got {describe(lora)}; pass fp8.Lora(rank=16)")

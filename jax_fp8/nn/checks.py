@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
+from jax_fp8.core.lora import check_lora
 from jax_fp8.core.shards import SplitDim, TensorParallel, split_dim_of
 
 FLAGS = (
@@ -92,6 +93,7 @@ def check_layer(module: nn.Module, x: jax.Array, sizes: tuple[str, ...], dims: t
             raise ValueError(
                 f"{layer}: {name} must be an initializer, got {fields[name]!r}; see flax.linen.initializers"
             )
+    check_lora(layer, fields["lora"])
     _check_input(layer, x, dims)
 
 

@@ -6,7 +6,7 @@ import jax
 from flax.typing import Dtype
 
 from jax_fp8.core.checks import check_flags, check_integer, check_number, describe, is_array
-from jax_fp8.core.lora import Lora
+from jax_fp8.core.lora import Lora, check_lora
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.nn.checks import check_dtype
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
@@ -48,12 +48,6 @@ def check_input(layer: str, x: jax.Array, features: int) -> None:
     """Raise unless this is an array with so many features."""
     if not is_array(x) or not x.ndim or x.shape[-1] != features or not x.size:
         raise ValueError(f"{layer} needs an array whose last dim is {features}, got {describe(x)}; reshape or cast it")
-
-
-def check_lora(layer: str, lora: Lora | None) -> None:
-    """Raise unless this is a `Lora` or None."""
-    if lora is not None and not isinstance(lora, Lora):
-        raise ValueError(f"{layer}: lora must be a Lora or None, got {describe(lora)}; pass fp8.Lora(rank=16)")
 
 
 def check_has_no_targets(layer: str, lora: Lora | None) -> None:

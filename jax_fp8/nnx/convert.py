@@ -11,11 +11,10 @@ from flax.nnx import filterlib
 from flax.nnx.nn import dtypes
 
 from jax_fp8.core.checks import describe
-from jax_fp8.core.lora import Lora
+from jax_fp8.core.lora import Lora, check_lora
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.types import PyTree
 from jax_fp8.nn.checks import own_product
-from jax_fp8.nnx.checks import check_lora
 from jax_fp8.nnx.foreign_einsum import einsum_in_fp8, matrix_shape, why_no_product
 from jax_fp8.nnx.layers import DELAYED, Linear
 from jax_fp8.nnx.linear_general import LinearGeneral

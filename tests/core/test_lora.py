@@ -1,5 +1,7 @@
 """The value that says which layers have adapters."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_fp8 as fp8
@@ -26,3 +28,9 @@ def test_scaling_and_targets():
 def test_bad_fields(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         fp8.Lora(**fields)
+
+
+@pytest.mark.parametrize("layer", [fp8.Dense(32, lora=16), fp8.LayerNormMLP(32, lora={"rank": 4})])
+def test_a_layer_takes_a_lora_alone(layer):
+    with pytest.raises(ValueError, match=r"lora must be a Lora or None, got .*; pass fp8\.Lora\(rank=16\)"):
+        layer.init(jax.random.key(0), jnp.ones((16, 16)))

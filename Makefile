@@ -1,7 +1,7 @@
 # make train    install into .venv, then train a small GPT in FP8 and in bfloat16 on real text
 # make check    ruff, pyright and the fast tests, 2 minutes on two cores: what to run after every change
-# make test     every test that is not marked `slow`, 20 minutes on two cores, less when it is run again
-# make test-all `make lint`, every test, and `make versions`, 50 minutes on two cores
+# make test     every test that is not marked `slow`, 40 minutes on two cores, less when it is run again
+# make test-all `make lint`, every test, and `make versions`, 90 minutes on two cores
 # make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist
 # make hosts    models and trainers of other libraries in FP8, with the real packages: 10 minutes on two cores
 # make lint     ruff and pyright

@@ -147,7 +147,8 @@ def _multiplies(module: nnx.Module) -> bool:
 def _why_not(layer: PyTree) -> str | None:
     """The reason not to swap this layer, or None."""
     is_flax = type(layer) in SWAPPED
-    if not is_flax and not isinstance(getattr(layer, "einsum_str", None), str):
+    is_foreign_einsum = not isinstance(layer, SWAPPED) and isinstance(getattr(layer, "einsum_str", None), str)
+    if not is_flax and not is_foreign_einsum:
         return f"its class is {type(layer).__name__}, none that convert knows"
     added = sorted(name for name, value in vars(layer).items() if name not in OWN and isinstance(value, nnx.Variable))
     if is_flax and added:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_fp8.core.lora import Lora
+from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.types import PyTree
 from jax_fp8.jaxprs.jaxpr_equality import compute_the_same
@@ -32,7 +33,7 @@ def why_no_product(layer: PyTree) -> str | None:
     params = [name for name, value in vars(layer).items() if isinstance(value, nnx.Variable)]
     if len(params) != 1 or type(getattr(layer, params[0])) is not nnx.Param:
         return f"its class is {type(layer).__name__}, with the variables {', '.join(params)} and not one param"
-    if not _computes_its_einsum(layer, params[0], dims):
+    if _casts_of_call(layer, params[0], dims) is None:
         return f"its class is {type(layer).__name__}, whose call is another one than its einsum of input and param"
     return None
 
@@ -52,7 +53,7 @@ def einsum_in_fp8(layer: PyTree, recipe: Recipe, lora: Lora | None, rngs: nnx.Rn
     in_fp8 = Einsum(
         layer.einsum_str,
         _kernel_shape(layer),
-        dtype=getattr(layer, "dtype", None),
+        dtype=_dtype_of(layer, name),
         param_dtype=param.get_value().dtype,
         kernel_init=lambda *_: param.get_value(),
         recipe=recipe,
@@ -82,23 +83,35 @@ def _kernel_shape(layer: PyTree) -> tuple[int, ...]:
     return tuple(shape[len(shape) - len(EinsumDims.parse(layer.einsum_str).kernel) :])
 
 
-def _computes_its_einsum(layer: PyTree, name: str, dims: EinsumDims) -> bool:
-    """Whether the trace of the layer's call is that of its einsum, with a cast to its `dtype` or without."""
+def _dtype_of(layer: PyTree, name: str) -> PyTree:
+    """The dtype in which a layer computes; None for that of its operands."""
+    if isinstance(layer, nnx.Einsum):
+        return layer.dtype
+    casts = _casts_of_call(layer, name, EinsumDims.parse(layer.einsum_str))
+    assert casts is not None, "why_no_product has compared the traces"
+    return casts[0]
+
+
+def _casts_of_call(layer: PyTree, name: str, dims: EinsumDims) -> tuple[PyTree] | None:
+    """The dtype to which the call of a layer casts before its einsum, or None within the tuple for no cast; None if its
+    trace is not that of its einsum.
+    """
     shape = _kernel_shape(layer)
     if len(shape) != len(dims.kernel):
-        return False
+        return None
     graphdef, state = nnx.split(layer)
     kernel = jax.ShapeDtypeStruct(shape, getattr(layer, name).get_value().dtype)
     state = jax.tree.map(lambda _: kernel, state)
     sizes = [shape[dims.kernel.index(label)] if label in dims.contracted else ROWS for label in dims.input]
     dtype = getattr(layer, "dtype", None)
-    x = jax.ShapeDtypeStruct(tuple(sizes), dtype or kernel.dtype)
+    # A dtype from which a cast to `dtype` can be seen.
+    x = jax.ShapeDtypeStruct(tuple(sizes), jnp.float32 if dtype == jnp.float16 else jnp.float16)
 
     def call(state: PyTree, x: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, state)(x)
 
     def expected() -> Iterator:
-        for cast in {None, dtype}:
+        for cast in dict.fromkeys((None, dtype)):
             for read in (lambda variable: variable.get_value(), lambda variable: variable[...]):
 
                 def plain(state: PyTree, x: jax.Array, cast: PyTree = cast, read: PyTree = read) -> jax.Array:
@@ -106,10 +119,14 @@ def _computes_its_einsum(layer: PyTree, name: str, dims: EinsumDims) -> bool:
                     operands = operands if cast is None else tuple(array.astype(cast) for array in operands)
                     return jnp.einsum(dims.text, *operands)
 
-                yield plain
+                yield cast, plain
 
-    try:
-        found = jax.make_jaxpr(call)(state, x)
-    except Exception:  # whatever the layer of another library asks for beside an input
-        return False
-    return any(compute_the_same(found, jax.make_jaxpr(plain)(state, x)) for plain in expected())
+    with implicit_promotion():
+        try:
+            found = jax.make_jaxpr(call)(state, x)
+        except Exception:  # whatever the layer of another library asks for beside an input
+            return None
+        for cast, plain in expected():
+            if compute_the_same(found, jax.make_jaxpr(plain)(state, x)):
+                return (cast,)
+    return None

@@ -33,10 +33,9 @@ def split(model: Model) -> tuple[dict[str, PyTree], Callable[[Variables], Model]
     Returns:
       The variables by the paths of layers, and the function `merge(variables)`.
 
-      The variables are `{"params": ..., "fp8": ...}`, with "batch_stats" and "fp8_frozen" where the model has
-      batch statistics or frozen kernels. The function takes
-      these variables, or others like them: those of a later state, with a weight cache, or with the recorders of a
-      step.
+      The variables are `{"params": ..., "fp8": ...}`, with "batch_stats" and "fp8_frozen" where the model has batch
+      statistics or frozen kernels. The function takes these variables, or others like them: those of a later state,
+      with a weight cache, or with the recorders of a step.
 
     Raises:
       ValueError: if the name of an FP8 layer holds a "+" or begins with a "~", which are for names of GEMMs. `merge`

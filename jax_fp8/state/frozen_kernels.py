@@ -122,8 +122,7 @@ def merge_adapters(variables: Variables, lora: Lora, like: PyTree) -> dict[str, 
             )
         layer = at_path(params, names[:-1]) if names[-1] == "kernel" else None
         if isinstance(layer, Mapping) and LORA_A in layer:
-            a, b = (_on_every_device(layer[name]) for name in (LORA_A, LORA_B))
-            return merged_kernel(jnp.asarray(array), a, b, lora.scaling, shape.dtype)
+            return merged_kernel(jnp.asarray(array), layer[LORA_A], layer[LORA_B], lora.scaling, shape.dtype)
         return jnp.asarray(array).astype(shape.dtype)
 
     return jax.tree_util.tree_map_with_path(merged, like)
@@ -137,9 +136,15 @@ def _on_every_device(array: jax.Array) -> jax.Array:
     return jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(array)
 
 
-@partial(jax.jit, static_argnames=("scaling", "dtype"))
-def merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, scaling: float, dtype: np.dtype) -> jax.Array:
+def merged_kernel(
+    kernel: jax.Array, a: jax.Array, b: jax.Array, scaling: float, dtype: jax.typing.DTypeLike
+) -> jax.Array:
     """`kernel + scaling · a · b` in float32, rounded once to `dtype`."""
+    return _merge(kernel, _on_every_device(a), _on_every_device(b), scaling, np.dtype(dtype))
+
+
+@partial(jax.jit, static_argnames=("scaling", "dtype"))
+def _merge(kernel: jax.Array, a: jax.Array, b: jax.Array, scaling: float, dtype: np.dtype) -> jax.Array:
     product = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
     return (kernel.astype(jnp.float32) + scaling * product).astype(dtype)
 

@@ -105,6 +105,32 @@ def test_what_is_another_call_is_left(cls):
     assert f"its class is {cls.__name__}, {reason}" in result.left["layers/0"]
 
 
+class Derived(nnx.Einsum):
+    """Of Flax's class, and somebody else's."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def test_a_class_derived_from_that_of_flax_is_left():
+    model = nnx.Sequential(Derived("BTD,DH->BTH", (32, 48), rngs=nnx.Rngs(0)))
+    result = fp8.nnx.convert(model, RECIPE)
+    assert result.converted == () and dict(result.left) == {"layers/0": "its class is Derived, none that convert knows"}
+
+
+@pytest.mark.parametrize("cls", [Theirs, Indexed])
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_result_keeps_its_dtype(cls, strict):
+    """One casts to its `dtype`; the other has the attribute, and computes in the dtypes of its operands."""
+    model = nnx.Sequential(cls("BTD,DH->BTH", (32, 48), nnx.Rngs(0), jnp.bfloat16))
+    x = jnp.ones((2, 16, 32), jnp.bfloat16)
+    expected = model(x).dtype
+    assert expected == (jnp.bfloat16 if cls is Theirs else jnp.float32)
+    with jax.numpy_dtype_promotion("strict" if strict else "standard"):
+        assert fp8.nnx.convert(model, RECIPE).converted == ("layers/0",)
+    assert model(x).dtype == expected
+
+
 def test_reasons():
     class Several(nnx.Module):
         def __init__(self, rngs):

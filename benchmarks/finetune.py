@@ -2,6 +2,7 @@
 
     python benchmarks/finetune.py                                   # Llama 3 8B, one sequence of 4,096 tokens
     python benchmarks/finetune.py --shape qwen3-14b --remat none full     # each case with each remat
+    python benchmarks/finetune.py --mesh tensor=2                   # over two GPUs
     python benchmarks/finetune.py --self-test                       # a tiny model on any machine; no figures
 
 Each case runs in a process of its own, with random weights in bfloat16 and random tokens. It times `--steps` steps with
@@ -24,6 +25,7 @@ import tables
 from fresh import measure_in_fresh_process
 
 import jax_fp8 as fp8
+from jax_fp8.parallel.mesh import parse_axes
 
 HERE = pathlib.Path(__file__).resolve()
 # Name: recipe of the layers, recipe of the head, whether all params train.
@@ -56,6 +58,7 @@ class Job:
     remat: str
     steps: int
     warmup: int
+    mesh: str = ""
 
 
 def measure(job: Job) -> dict:
@@ -69,19 +72,24 @@ def measure(job: Job) -> dict:
     small = {"master_dtype": "remainder", "mu_dtype": jnp.bfloat16, "nu_dtype": jnp.bfloat16}
     adam = fp8.fused_adamw(1e-4, **small)
     tx = adam if trains_all else fp8.freeze(adam, trained="lora_")
-    step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe)
+    axes = parse_axes(job.mesh) if job.mesh else {}
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes)) if axes else None
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, parallel=mesh)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (job.batch, job.seq_len + 1)).astype(np.int32)
 
     def init(key: jax.Array, tokens: jax.Array) -> dict:
         variables = model.init(key, tokens)
-        return variables if trains_all else fp8.freeze_kernels(variables, recipe)
+        return variables if trains_all else fp8.freeze_kernels(variables, recipe, apart=axes.get("tensor", 1) > 1)
 
     start = time.perf_counter()
     state = step.init_state(init, jax.random.key(0), tokens[:, :-1])
     jax.block_until_ready(state)
     init_s = time.perf_counter() - start
-    sizes = {name: sum(x.nbytes for x in jax.tree.leaves(getattr(state, name))) for name in ("params", "opt_state")}
-    sizes["frozen"] = sum(x.nbytes for x in jax.tree.leaves(state.collections))
+    trees = {"params": state.params, "opt_state": state.opt_state, "frozen": state.collections}
+    sizes = {
+        name: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+        for name, tree in trees.items()
+    }
     num_params = sum(
         int(np.prod(x.shape))
         for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), tokens[:, :-1])["params"])
@@ -139,7 +147,7 @@ def markdown(jobs: list[Job], results: list[dict]) -> str:
     headings = ["case", "remat", "ms a step", "times bf16 adapters", "tokens/s", "GiB: params + frozen + optimizer"]
     headings += ["GiB of a step", "peak GiB of the process", "min to max ms", "loss, first to last"]
     job = jobs[0]
-    parts = ["# Fine-tuning on one GPU"]
+    parts = [f"# Fine-tuning on {f'a mesh of {job.mesh}; sizes are those of one GPU' if job.mesh else 'one GPU'}"]
     parts += [tables.environment_line(r["environment"]) for r in results if "failed" not in r][:1]
     parts.append(
         f"`{job.shape}` with random weights in bfloat16, {job.batch} x {job.seq_len} random tokens, adapters of rank "
@@ -158,6 +166,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--remat", nargs="+", default=["full"])
+    parser.add_argument("--mesh", default="", help="such as tensor=2; by default one GPU")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
@@ -175,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     sizes = (options.shape, options.batch, options.seq_len, options.rank)
     sizes, times = (("tiny-llama", 2, 64, 4), (2, 1)) if options.self_test else (sizes, (options.steps, options.warmup))
-    jobs = [Job(case, *sizes, remat, *times) for remat in options.remat for case in options.cases]
+    jobs = [Job(case, *sizes, remat, *times, options.mesh) for remat in options.remat for case in options.cases]
     results = []
     for job in jobs:
         found, _ = measure_in_fresh_process(HERE, job)

@@ -249,17 +249,18 @@ class MeshPass:
         """Run `on_device(shards, batch, *others)` on every device; `specs` are those of the others."""
         parallel = self.placement.parallel
 
-        def run(fields: tuple, *args: PyTree) -> Result:
-            step, params, fp8, cache, collections = fields
+        def run(shards: TrainState, *args: PyTree) -> Result:
             with self.placement.shards.active():
-                return on_device(TrainState(step, params, fp8, None, cache, collections), *args)
+                return on_device(shards, *args)
 
+        placed = placed_state(self.placement, state := replace(state, opt_state=None))
+        collections = jax.tree.map(lambda sharding: sharding.spec, placed.collections)
+        fields: PyTree = WHOLE, self.placement.specs, WHOLE, None, WHOLE, collections
         batch_specs = jax.tree.map(lambda x: parallel.batch_spec if jnp.ndim(x) else WHOLE, batch)
-        in_specs = (WHOLE, self.placement.specs, WHOLE, WHOLE, WHOLE), batch_specs, *specs
+        in_specs = TrainState(*fields), batch_specs, *specs
         on_all = jax.shard_map(run, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         batch = put(batch, jax.tree.map(partial(NamedSharding, parallel.mesh), batch_specs))
-        state = self.constrain(replace(state, opt_state=None))
-        return on_all((state.step, state.params, state.fp8, state.cache, state.collections), batch, *others)
+        return on_all(put(state, placed), batch, *others)
 
     @property
     def _each(self) -> PartitionSpec:

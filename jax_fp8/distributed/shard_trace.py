@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.paths import LayerPath, is_of_experts, kernel_paths, names_of
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
@@ -30,7 +31,7 @@ from jax_fp8.state.train_state import TrainState
 
 def place_state(parallel: Parallelism, state: TrainState, trace: LossTrace) -> Placement:
     """Where the params of a state lie on a mesh; raises where its loss or its weight cache do not allow that."""
-    placement = place_params(parallel, state.params, trace.declared)
+    placement = place_params(parallel, state.params, trace.declared, state.collections.get(FROZEN, {}))
     if parallel.sequence_parallel:
         check_sequence(trace.gemms.values())
         check_rows_are_split(trace, placement)
@@ -121,8 +122,11 @@ def trace_on_shards(
     def own_part(param: jax.Array, place: ParamPlace) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(place.shape_without_fsdp(parallel.size(TENSOR)), param.dtype)
 
-    params = jax.tree.map(own_part, variables["params"], placement.places)
-    own = {**shapes_of(variables), "params": params}, jax.tree.map(own_rows, batch)
+    shapes = shapes_of(variables)
+    shapes["params"] = jax.tree.map(own_part, variables["params"], placement.places)
+    if FROZEN in shapes:
+        shapes[FROZEN] = jax.tree.map(_own_shape, shapes[FROZEN], placement.shardings_of_frozen(shapes[FROZEN]))
+    own = shapes, jax.tree.map(own_rows, batch)
     # The shapes are those of one device already, so this shard_map splits nothing.
     on_device = jax.shard_map(
         local_loss, mesh=parallel.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
@@ -149,6 +153,10 @@ def check_is_whole(placement: Placement, jaxpr: Jaxpr, args: Sequence[PyTree], h
         )
 
 
+def _own_shape(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sharding.shard_shape(shape.shape), shape.dtype)
+
+
 def found_in_cache(in_fp8: Mapping[LayerPath, Recipe], cached: Collection[LayerPath]) -> dict[LayerPath, Recipe]:
     """The GEMMs among `in_fp8` whose layers have found their weights in a cache; warns of the others."""
     blind = ["/".join(gemm) for gemm in in_fp8 if gemm not in cached]
@@ -164,13 +172,17 @@ def found_in_cache(in_fp8: Mapping[LayerPath, Recipe], cached: Collection[LayerP
 def _are_split(placement: Placement, args: Sequence[PyTree]) -> list[bool]:
     """Whether `tensor` splits each leaf of the loss's arguments: params, and weights in FP8."""
     split = {path for path, place in placement.by_path.items() if place.tensor_dim is not None}
+    frozen = placement.shardings_of_frozen(args[0].get(FROZEN, {}))
+    split_of_frozen = {path for path, own in jax.tree_util.tree_leaves_with_path(frozen) if any(own.spec)}
 
     def is_split(path: tuple) -> bool:
         argument, names = path[0].idx, names_of(path[1:])
-        if argument != 0 or names[0] not in ("params", "fp8_cache"):
+        if argument != 0 or names[0] not in ("params", "fp8_cache", FROZEN):
             return False
         if names[0] == "params":
             return names[1:] in split
+        if names[0] == FROZEN:
+            return path[2:] in split_of_frozen
         return "kernel" in names and not split.isdisjoint(kernel_paths(names[1 : names.index("kernel")]))
 
     return [is_split(path) for path, _ in jax.tree_util.tree_leaves_with_path(tuple(args))]

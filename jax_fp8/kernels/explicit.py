@@ -145,8 +145,16 @@ def whole(array: jax.Array) -> jax.Array:
 
 def whole_rows(array: jax.Array) -> jax.Array:
     """The array with its last dim whole on every device of its Explicit mesh; other dims stay split."""
-    mesh = explicit_mesh(array)
-    return array if mesh is None else place(mesh, array, PartitionSpec(*explicit_spec(array)[:-1], None))
+    return whole_along(array, -1)
+
+
+def whole_along(array: jax.Array, dim: int) -> jax.Array:
+    """The array with this dim whole on every device of its Explicit mesh; other dims stay split."""
+    mesh, spec = explicit_mesh(array), [*explicit_spec(array)]
+    if mesh is None:
+        return array
+    spec[dim] = None
+    return place(mesh, array, PartitionSpec(*spec))
 
 
 def einsum(rule: str, *operands: jax.Array) -> jax.Array:

@@ -14,8 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.formats import INPUT, KERNEL
-from jax_fp8.core.frozen import FROZEN, is_frozen
-from jax_fp8.core.paths import LayerPath, at_path, experts_name, joined_name, kernel_paths, map_with_names
+from jax_fp8.core.frozen import FROZEN, frozen_weight, is_frozen
+from jax_fp8.core.paths import (
+    LayerPath,
+    at_path,
+    experts_name,
+    joined_name,
+    kernel_paths,
+    map_with_names,
+    put_at_path,
+)
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import amax, as_matrix
@@ -25,6 +33,7 @@ from jax_fp8.models.gpt import GPT
 from jax_fp8.nn.attention import KV_CACHE, PROJECTIONS
 from jax_fp8.nn.gemm import shared_fields
 from jax_fp8.ops.cached_attention import KeyValueCache, positions_of
+from jax_fp8.ops.gemm_residual import as_one_array
 from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead, finished_logits
 from jax_fp8.ops.parameters import joined, split_columns
 from jax_fp8.ops.passes import CAST_SCOPE, cast_weight
@@ -123,7 +132,11 @@ class _Weights:
             for gemm, arrays in joined_arrays.items()
             if arrays
         }
-        collections = {"fp8": state, "fp8_cache": cast, FROZEN: variables.get(FROZEN, {})}
+        frozen: dict[str, PyTree] = {}
+        for gemm in gemms:
+            if (weight := frozen_weight(variables.get(FROZEN, {}), gemm)) is not None:
+                put_at_path(frozen, gemm, {"kernel": replace(weight, columnwise=as_one_array(weight.columnwise))})
+        collections = {"fp8": state, "fp8_cache": cast, FROZEN: frozen}
         return cls(dict(params), joined_arrays, widths, collections)
 
     def variables(self) -> dict[str, PyTree]:

@@ -4,7 +4,7 @@
     params/<layer>/{lora_a, lora_b}             with adapters (nn/lora.py)
     fp8/<gemm>/{scale, amax_history}            under delayed scaling
     fp8_cache/<gemm>/kernel                     with a weight cache: the kernels in FP8, side by side
-    fp8_frozen/<gemm>/kernel                    of frozen weights, in place of the kernels (core/frozen.py)
+    fp8_frozen/<gemm or layer>/kernel           of frozen weights, in place of the kernels (core/frozen.py)
 
 `<gemm>` is the layer, or the joined names of several layers that make one product (core/paths.py).
 """
@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jax_fp8.core.frozen import FROZEN, FrozenKernel
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.frozen import FROZEN, FrozenKernel, frozen_weight
 from jax_fp8.core.lora import Lora
 from jax_fp8.core.paths import check_gemm_path, check_layer_name, joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
@@ -152,8 +153,10 @@ class GemmState(nn.Module):
     layer: str | None = None
 
     @nn.compact
-    def __call__(self, parameters: LinearParameters, split_dim: SplitDim | None) -> DeclaredGemm:
-        return declare_state(self, parameters, self.recipe, split_dim, self.layer)
+    def __call__(
+        self, parameters: LinearParameters, split_dim: SplitDim | None, frozen: Fp8Pair | None = None
+    ) -> DeclaredGemm:
+        return declare_state(self, parameters, self.recipe, split_dim, self.layer, frozen)
 
 
 def declare_gemm(
@@ -162,9 +165,10 @@ def declare_gemm(
     """The GEMM of a layer that has one: parameters and state in `module` itself."""
     if module.recipe is not None:
         check_layer_name(module.path)
-    is_frozen = has_frozen_weight(module)
-    parameters, adapter = declare_linear(module, in_features, features, use_bias, sharding, is_frozen)
-    declared = declare_state(module, parameters, module.recipe, split_dim_of((*module.path, "kernel")))
+    frozen = frozen_weight(module.variables.get(FROZEN, {}), ())
+    parameters, adapter = declare_linear(module, in_features, features, use_bias, sharding, frozen is not None)
+    split_dim = split_dim_of((*module.path, "kernel"))
+    declared = declare_state(module, parameters, module.recipe, split_dim, frozen=frozen)
     return replace(declared, adapters=() if adapter is None else (adapter,))
 
 
@@ -189,9 +193,10 @@ def declare_gemm_of(
         fields = shared_fields(module, GemmVariables) | own
         return GemmVariables(**fields, sharding=shardings[0], name=names[0])(in_features, *features)
     fields = shared_fields(module, LinearVariables) | own
-    is_frozen = has_frozen_weight(module, joined_name(names))
+    frozen = frozen_weight(module.variables.get(FROZEN, {}), (joined_name(names),))
+    _check_is_apart(module, names, frozen)
     layers = [
-        LinearVariables(**fields, sharding=sharding, is_frozen=is_frozen, name=name)(in_features, width)
+        LinearVariables(**fields, sharding=sharding, is_frozen=frozen is not None, name=name)(in_features, width)
         for name, width, sharding in zip(names, features, shardings, strict=True)
     ]
     parameters = LinearParameters.beside(*(parameters for parameters, _ in layers))
@@ -203,7 +208,7 @@ def declare_gemm_of(
     if module.recipe is None:
         _check_is_not_frozen(layer_name(module), parameters)
         return _on_shards(DeclaredGemm(parameters, adapters=adapters), split_dim)
-    declared = GemmState(module.recipe, name=joined_name(names))(parameters, split_dim)
+    declared = GemmState(module.recipe, name=joined_name(names))(parameters, split_dim, frozen)
     return replace(declared, adapters=adapters)
 
 
@@ -211,17 +216,13 @@ def _on_shards(declared: DeclaredGemm, split_dim: SplitDim | None) -> DeclaredGe
     return declared if split_dim is None else replace(declared, tensor=current_tensor(), split_dim=split_dim)
 
 
-def has_frozen_weight(module: nn.Module, gemm: str | None = None) -> bool:
-    """Whether the weight of the GEMM of a module, or of the GEMM with this name inside it, is frozen."""
-    variables = module.variables.get(FROZEN, {})
-    is_frozen = "kernel" in (variables if gemm is None else variables.get(gemm, {}))
+def _check_is_apart(module: nn.Module, names: tuple[str, ...], frozen: Fp8Pair | None) -> None:
     tensor = current_tensor()
-    if is_frozen and tensor is not None:
+    if tensor is not None and frozen is not None and not isinstance(frozen.columnwise, tuple):
         raise ValueError(
-            f"{layer_name(module)}: a frozen kernel is whole on every device, so layers cannot be split, got "
-            f"{tensor.axis}={tensor.size}; use the axes data and fsdp alone, or keep the kernels as params"
+            f"{layer_name(module)}: to be split over {tensor.axis}={tensor.size}, the frozen kernels of "
+            f"{', '.join(names)} must be apart, got one array; freeze them with freeze_kernels(..., apart=True)"
         )
-    return is_frozen
 
 
 def declare_state(
@@ -230,12 +231,14 @@ def declare_state(
     recipe: Recipe | None,
     split_dim: SplitDim | None,
     layer: str | None = None,
+    frozen: Fp8Pair | None = None,
 ) -> DeclaredGemm:
     """Declare the state of a GEMM in `module`, if its recipe has any.
 
     Args:
       split_dim: the dim of its kernels that is split here.
       layer: what messages call it; None is its path.
+      frozen: its weight, if that is frozen.
     """
     check_recipe(recipe)
     if recipe is None:
@@ -255,7 +258,7 @@ def declare_state(
             'leave the collection "fp8" out, or give the model the recipe that they were made with'
         )
     recorder = module.get_variable("fp8", RECORDER)  # None unless a GradientTape has put one there
-    weight = module.get_variable(FROZEN if parameters.is_frozen else "fp8_cache", "kernel")
+    weight = frozen if parameters.is_frozen else module.get_variable("fp8_cache", "kernel")
     if kernels:
         marked = register_gemm(module.path, recipe, parameters.kernel, weight is not None)
         parameters = replace(parameters, kernel=marked)

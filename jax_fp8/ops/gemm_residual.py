@@ -11,6 +11,8 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import INPUT
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
+from jax_fp8.core.types import PyTree
+from jax_fp8.kernels.explicit import whole_along
 from jax_fp8.kernels.transpose import transpose
 
 
@@ -22,14 +24,14 @@ class GemmResidual:
     Args:
       x_transposed: (k, m), or None where the backward quantizes x again.
       x_cast: the cast that does so, to the same bits.
-      kernel: (k, n), or of a frozen weight (n, k).
+      kernel: (k, n), or of a frozen weight (n, k), or a tuple of (n_i, k).
       amaxes: f32[2], of input and kernel.
       x_health: f32[STATISTICS] of the input's cast, or None.
     """
 
     x_transposed: Fp8Array | None
     x_cast: Cast
-    kernel: Fp8Array
+    kernel: PyTree
     amaxes: jax.Array
     x_health: jax.Array | None = None
     is_transposed: bool = field(default=False, metadata={"static": True})
@@ -38,7 +40,8 @@ class GemmResidual:
         """The kernel (k, n); a frozen weight is transposed here, once `after` is there."""
         if not self.is_transposed:
             return self.kernel
-        kernel, _ = lax.optimization_barrier((self.kernel, after))  # else XLA may transpose all weights in advance
+        kernel = as_one_array(self.kernel, after)
+        kernel, _ = lax.optimization_barrier((kernel, after))  # else XLA may transpose all weights in advance
         return replace(kernel.T, values=transpose(kernel.values))
 
     def record(self, dy: Fp8Pair, gemm: Fp8Gemm) -> Fp8Gemm | None:
@@ -56,3 +59,15 @@ class GemmResidual:
             return self
         source, _ = lax.optimization_barrier((source, after))  # else XLA may compute it early and keep it after all
         return replace(self, x_transposed=requantize(source, self.x_cast).columnwise)
+
+
+def as_one_array(kernels: PyTree, after: jax.Array | None = None) -> Fp8Array:
+    """Transposes (n_i, k) of kernels that are kept apart as one array (n, k), which is made once `after` is there. One
+    array is returned as it is.
+    """
+    if not isinstance(kernels, tuple):
+        return kernels
+    kernels, _ = lax.optimization_barrier((kernels, after))  # else XLA may keep what the forward has joined
+    first, scales = kernels[0], [kernel.scale for kernel in kernels]
+    scale = jnp.concatenate([whole_along(scale, 0) for scale in scales]) if first.scale.ndim else first.scale
+    return replace(first, values=jnp.concatenate([whole_along(kernel.values, 0) for kernel in kernels]), scale=scale)

@@ -15,6 +15,7 @@ from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.core.recorder import Recorder, note_recipe
 from jax_fp8.core.shards import TensorParallel, current_amax_axes
 from jax_fp8.core.state import check_dtype, initial_state
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.quantize import Matrices, as_tuple
 from jax_fp8.ops.parameters import LinearParameters
@@ -70,7 +71,10 @@ def _check_weight(layer: str, recipe: Recipe, parameters: LinearParameters, cach
     shape = as_tuple(parameters.kernel)[0].shape[0], sum(parameters.widths)
     dtype = recipe.fp8_format.forward
     if parameters.is_frozen:
-        _check_frozen(layer, shape, dtype, cached)
+        transposed: PyTree = cached.columnwise
+        parts, widths = (transposed, parameters.widths) if isinstance(transposed, tuple) else ((transposed,), shape[1:])
+        for part, width in zip(parts, widths, strict=True):
+            _check_frozen(layer, (width, shape[0]), dtype, part)
         return
     *experts, k, n = cached.rowwise.shape  # of experts in the one form or the other
     found = (math.prod(experts) * k, n), cached.columnwise.shape, cached.rowwise.dtype
@@ -82,11 +86,10 @@ def _check_weight(layer: str, recipe: Recipe, parameters: LinearParameters, cach
         )
 
 
-def _check_frozen(layer: str, shape: tuple[int, int], dtype: jax.typing.DTypeLike, frozen: Fp8Pair) -> None:
-    found = frozen.columnwise
-    if not isinstance(found, Fp8Array) or (found.shape, found.dtype) != (shape[::-1], dtype):
+def _check_frozen(layer: str, shape: tuple[int, int], dtype: jax.typing.DTypeLike, found: Fp8Array) -> None:
+    if not isinstance(found, Fp8Array) or (found.shape, found.dtype) != (shape, dtype):
         arrived = f"{found.dtype} of shape {found.shape}" if isinstance(found, Fp8Array) else describe(found)
         raise ValueError(
-            f"{layer}: a frozen weight must be {jnp.dtype(dtype).name} of shape {shape[::-1]}, got {arrived}; make it "
+            f"{layer}: a frozen weight must be {jnp.dtype(dtype).name} of shape {shape}, got {arrived}; make it "
             "with freeze_kernels from the params and the recipe of this model"
         )

@@ -40,7 +40,7 @@ from jax_fp8.kernels.explicit import like_columns, product, shards_of
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_transpose
 from jax_fp8.ops.collectives import enter, leave, reduce_rows
-from jax_fp8.ops.gemm_residual import GemmResidual
+from jax_fp8.ops.gemm_residual import GemmResidual, as_one_array
 from jax_fp8.ops.operands import GemmInput
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo, gradients_like, infos_of, joined, split_columns
 
@@ -121,21 +121,30 @@ def forward_gemm(
     multiply = partial(
         matmul,
         x.pair.rowwise,
-        weight.columnwise,
-        bias=joined(
-            parameters.bias, jnp.bfloat16 if dtype == jnp.float32 else dtype
-        ),  # the dtype in which the GEMM takes a bias
         c_in_place=False,  # the norm before has kept the residual stream for its backward
         dtype=dtype,
         accumulation=gemm.accumulation("fprop"),
     )
+    bias_dtype = jnp.bfloat16 if dtype == jnp.float32 else dtype  # in which the GEMM takes a bias
     with jax.named_scope(f"{gemm.name}/fprop"):
-        if in_parts:
+        if in_parts and isinstance(weight.columnwise, tuple):
+            biases = parameters.bias or (None,) * len(weight.columnwise)
+            added = residual or (None,) * len(weight.columnwise)
+            y = tuple(
+                multiply(part, bias=joined(bias, bias_dtype), c=c)
+                for part, bias, c in zip(weight.columnwise, biases, added, strict=True)
+            )
+        elif in_parts:
             parts = _columns(ParamInfo.from_arrays(as_tuple(parameters.kernel)), parameters.widths)
             added = (None,) * len(parts) if residual is None else residual
-            y = tuple(multiply(**columns, c=part) for columns, part in zip(parts, added, strict=True))
+            bias = joined(parameters.bias, bias_dtype)
+            y = tuple(
+                multiply(weight.columnwise, bias=bias, **columns, c=part)
+                for columns, part in zip(parts, added, strict=True)
+            )
         else:
-            y = multiply(c=residual)
+            whole = as_one_array(weight.columnwise, after=x.pair.rowwise.values)
+            y = multiply(whole, bias=joined(parameters.bias, bias_dtype), c=residual)
     amaxes = jnp.stack([x.pair.amax, weight.amax])
     transposed = x.pair.columnwise
     x_transposed = transposed and replace(transposed, values=name_residual("gemm_input", transposed.values))

@@ -1,6 +1,7 @@
 """Where every param lies on a mesh: the user's rules decide, then what layers declare of their params, then the shape.
 
     shardings that layers declare, rules ─place_params→ a ParamPlace for each param ─→ specs of params, optimizer state
+                                                        and for each kernel that is frozen in FP8 by itself
 
 A `tensor` axis splits the dim that a layer declares (its columns, rows, heads). `fsdp` splits the rows of every matrix:
 a shard is then contiguous, and a gathered matrix needs no permutation. Vectors stay whole, for they are small. `pipe`
@@ -11,15 +12,18 @@ are the same tree on every mesh, and each device updates an equal share of them.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_fp8.core.paths import LayerPath, map_with_names
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.frozen import frozen_kernels
+from jax_fp8.core.paths import LayerPath, map_with_names, names_of
 from jax_fp8.core.shards import ParamSharding, Shards
 from jax_fp8.core.types import PyTree
 from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism, Rules
@@ -67,10 +71,13 @@ class ParamPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where all params of a step lie; `places` is a tree like the params."""
+    """Where all params of a step lie; `places` is a tree like the params, `frozen` has the kernels that are frozen in
+    FP8 (core/frozen.py), which `tensor` alone splits, by their paths among the params.
+    """
 
     parallel: Parallelism
     places: PyTree
+    frozen: Mapping[LayerPath, ParamPlace] = field(default_factory=dict)
 
     @property
     def specs(self) -> PyTree:
@@ -85,7 +92,7 @@ class Placement:
     @property
     def shards(self) -> Shards:
         """How layers find their params and the batch split, in the program of one device."""
-        dims = {path: place.tensor_dim for path, place in self.by_path.items()}
+        dims = {path: place.tensor_dim for path, place in (self.by_path | {**self.frozen}).items()}
         return Shards(self.parallel.batch_axes, self.parallel.tensor, dims, self.parallel.batch_parts)
 
     @property
@@ -110,9 +117,35 @@ class Placement:
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
+    def shardings_of_frozen(self, collection: PyTree) -> PyTree:
+        """The sharding of each array of the collection "fp8_frozen": values, and scales of tiles, lie like their
+        kernel's transpose; all other arrays are the same on all devices.
+        """
 
-def place_params(parallel: Parallelism, params: PyTree, declared: Mapping[LayerPath, ParamSharding]) -> Placement:
-    """Where params lie, which are arrays or their shapes; `declared` are the shardings that layers declare."""
+        def sharding(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+            names = names_of(path)
+            place = self.frozen.get(names[: names.index(None)]) if None in names else None
+            dim = None if place is None or leaf.ndim < 2 else place.tensor_dim
+            spec = [
+                TENSOR if dim is not None and number == (-3 - dim) % leaf.ndim else None for number in range(leaf.ndim)
+            ]
+            return NamedSharding(self.parallel.mesh, PartitionSpec(*spec))
+
+        return jax.tree_util.tree_map_with_path(sharding, collection)
+
+
+def place_params(
+    parallel: Parallelism,
+    params: PyTree,
+    declared: Mapping[LayerPath, ParamSharding],
+    frozen: PyTree = MappingProxyType({}),
+) -> Placement:
+    """Where params lie, which are arrays or their shapes.
+
+    Args:
+      declared: the shardings that layers declare.
+      frozen: the collection "fp8_frozen".
+    """
 
     def place(path: LayerPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> ParamPlace:
         rule = _rule_of(path, parallel.rules)
@@ -120,7 +153,14 @@ def place_params(parallel: Parallelism, params: PyTree, declared: Mapping[LayerP
             return _by_rule(parallel, path, leaf.shape, rule, declared.get(path, ParamSharding()))
         return _as_declared(parallel, path, leaf.shape, declared.get(path, ParamSharding()))
 
-    placement = Placement(parallel, map_with_names(place, params))
+    def place_frozen(path: LayerPath, pair: Fp8Pair) -> ParamPlace:
+        *stacked, n, k = pair.columnwise.shape
+        own = replace(place(path, jax.ShapeDtypeStruct((*stacked, k, n), pair.columnwise.dtype)), fsdp_dim=None)
+        _check_tiles(parallel, path, pair.columnwise, own.tensor_dim)
+        return own
+
+    of_frozen = {path: place_frozen(path, pair) for path, pair in frozen_kernels(frozen).items()}
+    placement = Placement(parallel, map_with_names(place, params), of_frozen)
     _check_biases(placement, declared)
     return placement
 
@@ -246,7 +286,7 @@ def _check_is_declared(
 
 def _check_biases(placement: Placement, declared: Mapping[LayerPath, ParamSharding]) -> None:
     """Raise where rules split a bias unlike the columns of its kernel."""
-    by_path = placement.by_path
+    by_path = placement.by_path | {**placement.frozen}
     for path, place in by_path.items():
         kernel = declared.get(path, ParamSharding()).columns_of
         if kernel not in by_path or (place.tensor_dim is None) == (by_path[kernel].tensor_dim != -1):
@@ -255,6 +295,18 @@ def _check_biases(placement: Placement, declared: Mapping[LayerPath, ParamShardi
             f"a bias must be split over {TENSOR}={placement.parallel.size(TENSOR)} where the columns of its kernel "
             f"are, got {by_path[kernel].spec} for {'/'.join(kernel)} and {place.spec} for {'/'.join(path)}; "
             "let the rules name both, or none"
+        )
+
+
+def _check_tiles(parallel: Parallelism, path: LayerPath, transposed: Fp8Array, dim: int | None) -> None:
+    """Raise where a device would have a part of a tile of a frozen kernel, whose scale is of the whole tile."""
+    if dim is None or transposed.scale.ndim == 0:
+        return
+    size, tile = transposed.shape[-3 - dim], transposed.granularity[-3 - dim]
+    if size % (parallel.size(TENSOR) * tile):
+        raise ValueError(
+            f"{'/'.join(path)}: {TENSOR}={parallel.size(TENSOR)} must give each device whole tiles of {tile} of a "
+            f"frozen kernel, got {size} to split; choose another mesh, or a recipe with one scale a tensor"
         )
 
 

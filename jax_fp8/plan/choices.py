@@ -19,7 +19,7 @@ from jax_fp8.models.gpt import GPT
 from jax_fp8.models.remat import Remat
 from jax_fp8.optim.freeze import freeze
 from jax_fp8.optim.fused_adam import fused_adamw
-from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, parse_axes
+from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, parse_axes
 from jax_fp8.state.frozen_kernels import freeze_kernels
 
 RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
@@ -88,10 +88,10 @@ class Choices:
             check_head_dim(f"--preset {self.preset}", self.config.features_of_head)
         Remat.parse(self.remat, self.config.num_layers)
         check_integer("lora", self.lora, least=0)
-        if self.lora and {PIPE, TENSOR} & set(self.axes):
+        if self.lora and self.axes.get(PIPE, 1) > 1:
             raise ValueError(
-                f"--lora plans meshes of data and fsdp, because tensor and pipe cannot split kernels that are frozen "
-                f"in FP8, got --mesh {self.mesh}; choose another mesh"
+                "--lora plans meshes of data, fsdp and tensor, because a pipeline cannot carry frozen kernels, got "
+                f"--mesh {self.mesh}; choose another mesh"
             )
         if self.between_hosts is not None and not 0 < self.between_hosts < math.inf:
             raise ValueError(f"--between-hosts must be GB/s above 0, got {self.between_hosts}; say --between-hosts 50")
@@ -136,11 +136,12 @@ def optimizer_of(choices: Choices) -> optax.GradientTransformationExtraArgs:
     return freeze(adam, trained=f"/({LORA_A}|{LORA_B})$") if choices.lora else adam
 
 
-def init_of(model: GPT) -> Callable[..., Variables]:
-    """`model.init`; kernels of a model with adapters are frozen."""
+def init_of(model: GPT, apart: bool = False) -> Callable[..., Variables]:
+    """`model.init`; kernels of a model with adapters are frozen, `apart` as in `freeze_kernels`."""
 
     def init(key: jax.Array, tokens: jax.Array) -> Variables:
         variables = model.init(key, tokens)
-        return freeze_kernels(variables, model.recipe, forward=lambda variables: model.apply(variables, tokens))
+        forward = lambda variables: model.apply(variables, tokens)  # noqa: E731
+        return freeze_kernels(variables, model.recipe, forward=forward, apart=apart)
 
     return model.init if model.lora is None else init

@@ -205,7 +205,7 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
     # Shapes are traced for this machine, where attention by cuDNN may not be available.
     local = dataclasses.replace(model, attention_implementation=None)
-    state = step.state_shapes(init_of(local), jax.random.key(0), tokens)
+    state = step.state_shapes(init_of(local, choices.axes.get(TENSOR, 1) > 1), jax.random.key(0), tokens)
     plain = jax.eval_shape(local.clone(lora=None).init, jax.random.key(0), tokens)["params"]
     num_params = sum(leaf.size for leaf in jax.tree.leaves(plain))
     flops = tokens.size * 6 * (num_params + config.num_layers * shape_of(config).query_width * length)

@@ -231,10 +231,10 @@ def check_on_mesh(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
             f"a pipeline computes attention in bfloat16, got --fp8-attention and --mesh {settings.mesh}; "
             "leave out --fp8-attention, or pipe"
         )
-    if settings.lora and (stages > 1 or (tensor > 1 and settings.recipe != "bf16")):
+    if settings.lora and stages > 1:
         raise ValueError(
-            f"--lora runs over data and fsdp, because tensor and pipe cannot split kernels that are frozen in FP8, got "
-            f"--mesh {settings.mesh}; use another mesh"
+            f"--lora runs over data, fsdp and tensor, because a pipeline cannot carry frozen kernels, got --mesh "
+            f"{settings.mesh}; use another mesh"
         )
     _check_widths(settings, model, tensor, stages * fsdp * tensor)
 

@@ -19,7 +19,7 @@ from jax_fp8.core.types import Variables
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
-from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.parallel.mesh import TENSOR, Parallelism
 from jax_fp8.report.run_format import CHECKPOINTS, OF_A_RUN, JsonObject
 from jax_fp8.run import checks
 from jax_fp8.run.batches import Batches
@@ -149,7 +149,12 @@ def init_arguments(job: Job, model: GPT) -> tuple[Callable[..., Variables], jax.
     tokens.
     """
     shape = (job.settings.batch_size, job.settings.seq_len)
-    return make_init(model), jax.random.key(job.settings.seed), jnp.zeros(shape, jnp.int32)
+    return make_init(model, apart=are_apart(job)), jax.random.key(job.settings.seed), jnp.zeros(shape, jnp.int32)
+
+
+def are_apart(job: Job) -> bool:
+    """Whether frozen kernels are stored one by one, as the axis `tensor` splits them."""
+    return job.mesh.shape[TENSOR] > 1
 
 
 def state_shapes(job: Job, model: GPT, step: TrainStep) -> TrainState:

@@ -42,7 +42,7 @@ from jax_fp8.run.encoders import is_file
 from jax_fp8.run.export import write_huggingface
 from jax_fp8.run.folder import Folder, versions
 from jax_fp8.run.generate import sample
-from jax_fp8.run.job import Job, init_arguments, make_step, prepare, state_shapes
+from jax_fp8.run.job import Job, are_apart, init_arguments, make_step, prepare, state_shapes
 from jax_fp8.run.leaving import FAILED, Leaving
 from jax_fp8.run.logs import Logbook, bytes_of_logs
 from jax_fp8.run.profiling import Profile
@@ -185,7 +185,7 @@ def new_state(job: Job, model: GPT, train_step: TrainStep) -> TrainState:
     init, *arguments = init_arguments(job, model)
     if job.start is None:
         return train_step.init_state(init, *arguments)
-    return train_step.init_state(make_init(model, job.start.load(job.settings.param_dtype)), *arguments)
+    return train_step.init_state(make_init(model, job.start.load(job.settings.param_dtype), are_apart(job)), *arguments)
 
 
 def make_validation(

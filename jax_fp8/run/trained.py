@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.files import Unreadable, read_json
+from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.lora import Lora
+from jax_fp8.core.paths import BESIDE
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
@@ -53,16 +55,16 @@ def make_model(settings: Settings, config: GPTConfig, recipe: str) -> GPT:
     )
 
 
-def make_init(model: GPT, params: PyTree = None) -> Callable[..., Variables]:
+def make_init(model: GPT, params: PyTree = None, apart: bool = False) -> Callable[..., Variables]:
     """`model.init` with these params in place of its own. With adapters, the kernels are frozen, in FP8 if the model
-    has a recipe.
+    has a recipe; `apart` as in `freeze_kernels`.
     """
 
     def init(key: jax.Array, tokens: jax.Array) -> Variables:
         variables = model.init(key, tokens)
         if model.lora is not None:
             forward = lambda variables: model.apply(variables, tokens)  # noqa: E731
-            return freeze_kernels(variables, model.recipe, params, forward=forward)
+            return freeze_kernels(variables, model.recipe, params, forward=forward, apart=apart)
         return variables if params is None else {**variables, "params": params}
 
     return init
@@ -132,9 +134,11 @@ def encoder_of(run: Path, notes: JsonObject) -> Encoder:
 
 def restored(run: Path, model: GPT, collections: tuple[str, ...] | None = None) -> Variables:
     """The variables of a run's last checkpoint, or these collections of them."""
-    shapes = _shapes(make_init(model))
-    wanted = {name: tree for name, tree in shapes.items() if collections is None or name in collections}
     with Checkpoints(run / CHECKPOINTS, every=0, keep=1, resume=True) as checkpoints:
+        assert checkpoints.last is not None, "the caller has read its notes"
+        frozen = checkpoints.last["arrays"].get(FROZEN, {})
+        shapes = _shapes(make_init(model, apart=not any(BESIDE in path for path in frozen)))
+        wanted = {name: tree for name, tree in shapes.items() if collections is None or name in collections}
         return checkpoints.restore_variables(wanted)
 
 

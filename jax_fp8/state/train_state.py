@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.ids import check_integers_are_kept
 from jax_fp8.core.types import Batch, PyTree, Variables
 from jax_fp8.grads.loss_aux import OWN_COLLECTIONS, others_of
@@ -166,10 +167,15 @@ def check_given(state: object, batch: Batch) -> None:
 
 
 def placed_state(placement: Placement, state: TrainState) -> TrainState:
-    """The shardings of a state on a mesh. `collections` are replicated on all devices, whatever names are in them."""
+    """The shardings of a state on a mesh. `collections` are replicated on all devices, whatever names are in them,
+    except for frozen kernels.
+    """
     replicated = NamedSharding(placement.parallel.mesh, PartitionSpec())
     shardings = placement.shardings(dataclasses.replace(state, collections={}))
-    return dataclasses.replace(shardings, collections=jax.tree.map(lambda _: replicated, state.collections))
+    collections = jax.tree.map(lambda _: replicated, state.collections)
+    if FROZEN in collections:
+        collections[FROZEN] = placement.shardings_of_frozen(state.collections[FROZEN])
+    return dataclasses.replace(shardings, collections=collections)
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))

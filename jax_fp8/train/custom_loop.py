@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jax_fp8.core.checks import check_bool, check_flags, describe
+from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.shards import declared_shardings
 from jax_fp8.core.state import stage_joined
@@ -190,7 +191,10 @@ def shardings(init_fn: Callable, *args: PyTree, parallel: Parallelism | Mesh) ->
         shapes = jax.eval_shape(init_fn, *args)
     if not isinstance(shapes, Mapping) or "params" not in shapes:
         raise ValueError(f'init_fn must return a dict with "params", got {describe(shapes)}; pass model.init')
-    return place_params(spread, shapes["params"], declared).shardings(shapes)
+    frozen = shapes.get(FROZEN, {})
+    placement = place_params(spread, shapes["params"], declared, frozen)
+    placed = placement.shardings(shapes)
+    return {**placed, FROZEN: placement.shardings_of_frozen(frozen)} if frozen else placed
 
 
 def _value_and_grad_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool) -> Callable:

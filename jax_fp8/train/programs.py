@@ -19,6 +19,7 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.reach import reached_rows
 from jax_fp8.core.recipe import Recipe
@@ -77,9 +78,8 @@ class Programs:
     placements: dict[str, Placement] = field(default_factory=dict, compare=False)  # by shapes of params
 
     def create(self, init_fn: Callable, *args: PyTree) -> tuple[ClosedJaxpr, TrainState, TrainState | None]:
-        """The program that makes the state before the first step, from the variables that `init_fn(*args)` returns; the
-        shapes of this state; and its shardings on the mesh, None without a mesh.
-        """
+        """The program that makes the first state from the variables that `init_fn(*args)` returns, and the shapes and
+        shardings of this state; the shardings are None on one device."""
 
         def make(*args: PyTree) -> TrainState:
             return TrainState.create(variables=init_fn(*args), tx=self.optimizer)
@@ -89,7 +89,7 @@ class Programs:
         assert isinstance(shapes, TrainState), "as `make` returns"
         if self.parallel is None:
             return program, shapes, None
-        placement = place_params(self.parallel, shapes.params, declared)
+        placement = place_params(self.parallel, shapes.params, declared, shapes.collections.get(FROZEN, {}))
         self.placements[_key(shapes.params)] = placement
         if self.parallel.stages > 1:
             check_has_no_collections(shapes)

@@ -1,5 +1,8 @@
 """Adapters compiled for an H200, with no GPU: nothing multiplies for a gradient that no optimizer reads."""
 
+import re
+from collections import Counter
+
 import h200
 import jax
 import jax.numpy as jnp
@@ -22,24 +25,26 @@ KERNELS = {(WIDTH, WIDTH), (WIDTH, 128), (WIDTH, 512), (WIDTH, HIDDEN), (WIDTH, 
 KERNELS |= {(VOCAB, WIDTH)}
 
 
-def compiled(recipe, freezes: bool, is_frozen: bool = False, microbatches: int = 1) -> h200.Program:
-    """A step of adapters; `freezes`: the optimizer freezes all else; `is_frozen`: kernels are frozen in FP8."""
+def compiled(recipe, freezes: bool, is_frozen: bool = False, microbatches: int = 1, mesh=None) -> h200.Program:
+    """A step of adapters; `freezes`: the optimizer freezes all else; `is_frozen`: kernels are frozen in FP8, apart on a
+    mesh.
+    """
     model = fp8.GPT(
         CONFIG, recipe=recipe, lora=fp8.Lora(rank=16), param_dtype=jnp.bfloat16, attention_implementation="xla"
     )
     adam = fp8.fused_adamw(1e-4)
     tx = fp8.freeze(adam, trained="lora_") if freezes else adam
     loss = fp8.next_token_loss(model)
-    step = fp8.make_train_step(loss, tx, recipe, microbatches, compiler_options=CUDA_GRAPH_OPTIONS)
+    step = fp8.make_train_step(loss, tx, recipe, microbatches, parallel=mesh, compiler_options=CUDA_GRAPH_OPTIONS)
 
     def init(key, tokens):
         variables = model.init(key, tokens)
-        return fp8.freeze_kernels(variables, recipe) if is_frozen else variables
+        return fp8.freeze_kernels(variables, recipe, apart=mesh is not None) if is_frozen else variables
 
     state = step.state_shapes(init, jax.random.key(0), jax.ShapeDtypeStruct((1, TOKENS), jnp.int32))
-    on = h200.on_one_device()
+    on = h200.on_one_device() if mesh is None else h200.on_mesh(mesh)
     tokens = jax.ShapeDtypeStruct((microbatches, TOKENS + 1), jnp.int32)
-    return h200.compile(step, h200.shapes(state, on), h200.shapes(tokens, on))
+    return h200.compile(step, h200.shapes(state, on) if mesh is None else state, h200.shapes(tokens, on))
 
 
 def weight_gradients(program: h200.Program) -> list:
@@ -70,3 +75,17 @@ def test_frozen_kernels():
     assert program.custom_calls["jax_fp8_transpose"] == 4 * LAYERS - 1
     assert program.report.weight_casts == 0
     assert (program.graphs, dict(program.outside_graphs)) == (1, {})
+
+
+def test_frozen_kernels_that_tensor_splits():
+    """Each device multiplies by its own parts, as they lie, and no weight is gathered. Only what dgrad reads of several
+    kernels is joined: query, key and value, gate and up.
+    """
+    program = compiled(fp8.DelayedScaling(), True, is_frozen=True, mesh=h200.mesh(tensor=2))
+    assert program.custom_calls["jax_fp8_gemm"] == (7 + 4) * LAYERS - 1
+    assert program.custom_calls["jax_fp8_transpose"] == 4 * LAYERS - 1
+    assert program.report.weight_casts == 0
+    assert not [gather for gather in program.all_gathers if "f8" in str(gather.results)]
+    joined = re.findall(r"= f8e4m3fn\[(\d+),\d+\]\{1,0\} fusion\(", program.hlo)
+    own, whole = WIDTH // 2, 128  # one head of keys and values for both devices
+    assert Counter(map(int, joined)) == {own + 2 * whole: LAYERS - 1, HIDDEN: LAYERS}

@@ -119,7 +119,39 @@ def check_training(report: Report):
             report.expect("the loss falls", losses[-1] < losses[0] - 0.05, f"{label}: {losses}")
 
 
-CHECKS = [check_bits, check_against_bfloat16, check_training]
+def check_apart(report: Report):
+    """Kernels that are kept apart have the bits of kernels side by side, on one device; and on a mesh whose axis
+    `tensor` has all devices, the losses of one device.
+    """
+    for name, recipe in RECIPES.items():
+        model, variables, frozen, tokens = prepared(recipe, "full")
+        forward = lambda v, model=model, tokens=tokens: model.apply(v, tokens[:, :-1])  # noqa: E731
+        apart = fp8.freeze_kernels(variables, recipe, forward=forward, apart=True)
+        loss, wanted = gradients(model, frozen, tokens)
+        poison(0x5A)
+        apart_loss, found = gradients(model, apart, tokens)
+        report.bits("kernels that are apart", apart_loss, loss, f"{name}: the loss")
+        for path, gradient in wanted.items():
+            report.bits("kernels that are apart", found[path], gradient, f"{name}: {path}")
+
+        losses, mesh = {}, jax.make_mesh((jax.device_count(),), ("tensor",))
+        tx = fp8.freeze(fp8.fused_adamw(1e-3), trained="lora_")
+        for kind, parallel, own in (("one", None, frozen), ("mesh", mesh, apart)):
+            step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, parallel=parallel)
+            state = step.place(fp8.TrainState.create(variables=own, tx=tx), tokens)
+            losses[kind] = []
+            for _ in range(8):
+                poison(0xA5)
+                state, metrics = step(state, tokens)
+                losses[kind].append(float(metrics["loss"]))
+        error = float(np.max(np.abs(np.subtract(losses["mesh"], losses["one"]))))
+        kind = f"of a loss over tensor={mesh.size}, {name}, absolute"
+        report.worst[kind] = max(report.worst.get(kind, 0.0), error)
+        fall = losses["one"][0] - losses["one"][-1]
+        report.expect("losses over tensor", error < 0.05 * fall, f"{name}: {losses}")
+
+
+CHECKS = [check_bits, check_against_bfloat16, check_training, check_apart]
 
 
 def main(arguments: list[str] | None = None) -> int:

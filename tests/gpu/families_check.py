@@ -61,11 +61,11 @@ def config_of(case: str) -> fp8.GPTConfig:
     sizes = {"hidden_size": 512, "mlp_hidden_size": 1024, "num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim}
     window = {} if config.sliding_window is None else {"sliding_window": 72}
     scaling = config.rotary_scaling
-    if hasattr(scaling, "short_factor"):  # a factor for each pair of features that rotate
+    if isinstance(scaling, fp8.LongRopeScaling):  # a factor for each pair of features that rotate
         pairs = int(head_dim * config.rotary_fraction) // 2
         grown = {
             name: tuple(float(x) for x in np.linspace(factor[0], factor[-1], pairs))
-            for name in ("short_factor", "long_factor")
+            for name in ("short_factors", "long_factors")
             for factor in [getattr(scaling, name)]
         }
         scaling = dataclasses.replace(scaling, **grown)

@@ -155,7 +155,7 @@ SMALL_PARAMS = {"layer": {"kernel": jnp.zeros((32, 48)), "lora_a": jnp.zeros((32
     ("flags", "sentence"),
     [
         ({"lora": -1}, "lora must be an integer of at least 0"),
-        ({"lora": 4, "mesh": "tensor=2"}, "--lora plans meshes of data and fsdp"),
+        ({"lora": 4, "mesh": "pipe=2"}, "--lora plans meshes of data, fsdp and tensor"),
     ],
 )
 def test_adapters_that_cannot_be_planned(flags, sentence):

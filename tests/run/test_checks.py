@@ -315,3 +315,10 @@ def test_curves_need_a_library(monkeypatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--tensorboard needs tensorboardX, which is not installed; pip install tens"):
         checks.check(chosen)
+
+
+def test_adapters_in_a_pipeline():
+    chosen = settings.parse([*PIPE, "--lora", "4", "--init-from", "there"])
+    with pytest.raises(ValueError, match="--lora runs over data, fsdp and tensor, because a pipeline cannot carry"):
+        checks.check_on_mesh(chosen, make_mesh("pipe=2"), MODEL)
+    checks.check_on_mesh(chosen, make_mesh("tensor=2"), MODEL)

@@ -125,6 +125,7 @@ LORA = ["--lora", 4, "--lora-alpha", 8, "--learning-rate", "1e-2", "--checkpoint
     [
         ("delayed", "data=1"),
         ("delayed", "fsdp=2"),
+        ("current", "tensor=2"),
         pytest.param("current", "data=2", marks=pytest.mark.slow),  # other tests freeze by each recipe, and on meshes
         pytest.param("bf16", "data=1", marks=pytest.mark.slow),
     ],
@@ -197,7 +198,6 @@ def test_params_that_are_frozen_by_a_rule_keep_every_bit(tune, tmp_path):
         (["--lora", 4, "--lora-alpha", 0], "--lora-alpha must be a positive number, got 0.0"),
         (["--freeze", "(head"], "--freeze must be a regular expression, as for re.search, got '(head'"),
         (["--freeze", "heads"], "a rule of freeze must match at least one param, got 'heads'"),
-        (["--lora", 4, "--mesh", "tensor=2"], "--lora runs over data and fsdp, because tensor and pipe cannot split"),
     ],
 )
 def test_frozen_params_that_cannot_be_are_one_sentence(flags, words, tune, tmp_path):

@@ -2,6 +2,8 @@
 of bfloat16 and with nothing else stored.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,36 @@ def test_the_same_bits_as_kernels_that_every_step_casts(recipe, remat):
     for name in expected:
         assert np.any(np.asarray(expected[name], np.float32)), name
         reference.assert_same_bits(found[name], expected[name])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kernels_that_are_apart(recipe):
+    """An array for each kernel, the same bits, and the same merged params."""
+    config = dataclasses.replace(CONFIG, hidden_size=512, num_kv_heads=2, mlp_hidden_size=384)
+    model = fp8.GPT(config, recipe=RECIPES[recipe], lora=LORA, param_dtype=jnp.bfloat16)
+    variables = variables_of(model)
+    beside, apart = frozen(model, variables), frozen(model, variables, apart=True)
+    for pair, pairs in _joint_and_apart(beside["fp8_frozen"], apart["fp8_frozen"]):
+        joined = np.concatenate([part.columnwise.dequantize() for part in pairs])
+        np.testing.assert_array_equal(joined, pair.columnwise.dequantize())
+    gradient = jax.jit(fp8.value_and_grad(lambda v: fp8.next_token_loss(model)(v, TOKENS)))
+    wanted, found = gradient(beside)[:2], gradient(apart)[:2]
+    assert all(np.any(np.asarray(leaf, np.float32)) for leaf in adapters(found[1]).values())
+    jax.tree.map(reference.assert_same_bits, found, wanted)
+    like = jax.eval_shape(model.clone(lora=None, recipe=None).init, jax.random.key(0), INPUTS)["params"]
+    merged = [fp8.merge_adapters(own, LORA, like) for own in (apart, beside)]
+    jax.tree.map(reference.assert_same_bits, *merged)
+    tokens = [fp8.generate(model, own, INPUTS[:2, :8], max_new_tokens=4) for own in (apart, beside)]
+    np.testing.assert_array_equal(*tokens)
+
+
+def _joint_and_apart(beside, apart):
+    """Each frozen weight of several kernels, and the list of the same kernels that are apart."""
+    for layer in beside.values():
+        for gemm, names in (("attention", ("query", "key", "value")), ("mlp", ("gate", "up"))):
+            joint = layer[gemm]["+".join(names)]["kernel"]
+            own = [apart[key][gemm][name]["kernel"] for name in names for key in apart if beside[key] is layer]
+            yield joint, own
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -176,6 +208,9 @@ def test_what_is_refused():
         frozen(model, variables, params={"nonsense": np.zeros(3)})
     with pytest.raises(ValueError, match="for embedding"):
         frozen(model, variables, params={"embedding": np.zeros((3, 4))})
+    with pytest.raises(ValueError, match="apart must not share a tile of 128 columns"):
+        by_tile = model.clone(recipe=RECIPES["block"])
+        frozen(by_tile, variables_of(by_tile), apart=True)
     wrong = {**own, "fp8_frozen": jax.tree.map(lambda x: x, own["fp8_frozen"])}
     wrong["fp8_frozen"]["layer_0"]["mlp"]["down"] = own["fp8_frozen"]["layer_0"]["attention"]["out"]
     with pytest.raises(ValueError, match="mlp/down: a frozen weight must be float8_e4m3fn of shape"):

@@ -4,10 +4,12 @@ Both products of an adapter are in `dtype`. The GEMM adds the second one to its 
 So the kernel may be frozen in FP8 (core/frozen.py), and an adapter costs a pass over the input and one over the result.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
@@ -15,6 +17,8 @@ from jax_fp8.core.types import PyTree
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
 from jax_fp8.ops.passes import plain_linear
+
+Inputs = TypeVar("Inputs")
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,13 @@ def adapt(
     own = [adapter for adapter in adapters if adapter is not None]
     if not own:
         return (None,) * len(adapters)
+    if tensor is not None:
+        x, matrices = gradients_together((x, [(adapter.a, adapter.b) for adapter in own]))
+        own = [replace(adapter, a=a, b=b) for adapter, (a, b) in zip(own, matrices, strict=True)]
     first = LinearParameters(tuple(adapter.a for adapter in own), None)
     low: object = plain_linear(x.astype(dtype), first, dtype, in_parts=True, tensor=tensor, split_dim=split_dim)
-    parts = iter(low if isinstance(low, tuple) else (low,))
-    return tuple(None if adapter is None else _second(next(parts), adapter, dtype) for adapter in adapters)
+    products = zip(low if isinstance(low, tuple) else (low,), own, strict=True)
+    return tuple(None if adapter is None else _second(*next(products), dtype) for adapter in adapters)
 
 
 def _second(low: jax.Array, adapter: Adapter, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -76,3 +83,16 @@ def _second(low: jax.Array, adapter: Adapter, dtype: jax.typing.DTypeLike) -> ja
     result = plain_linear(scaled, LinearParameters(adapter.b, None), dtype)
     assert not isinstance(result, tuple)
     return result
+
+
+@jax.custom_vjp
+def gradients_together(tree: Inputs) -> Inputs:
+    """The same arrays, whose gradients are available only once all are.
+
+    Over `tensor`, XLA's scheduler would leave the gradients of all adapters to the end of the step, and keep their
+    operands until then: 84 MiB a layer of Llama 3 8B over two devices with 1,024 tokens, in place of 14.
+    """
+    return tree
+
+
+gradients_together.defvjp(lambda tree: (tree, None), lambda _, gradients: (lax.optimization_barrier(gradients),))

@@ -1,7 +1,7 @@
 """The shape of a GPT, and known shapes by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from jax_fp8.core.checks import describe
@@ -127,6 +127,9 @@ class GPTConfig:
         """
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(overrides) - known):
+            raise TypeError(f"a preset takes fields of GPTConfig, {', '.join(sorted(known))}, got {', '.join(unknown)}")
         return replace(PRESETS[name], **overrides)
 
     @classmethod
@@ -151,6 +154,9 @@ class GPTConfig:
                 ", ".join(sorted(set(described) - known)) if isinstance(described, Mapping) else describe(described)
             )
             raise ValueError(f"a GPTConfig is made of its fields, {', '.join(sorted(known))}, got {arrived}")
+        needed = [field.name for field in fields(cls) if field.default is MISSING]
+        if missing := [name for name in needed if name not in described]:
+            raise TypeError(f"a GPTConfig needs {', '.join(needed)}, got no {', '.join(missing)}; add what is missing")
         return cls(**{**described, "rotary_scaling": scaling_from(described.get("rotary_scaling"))})
 
     @property

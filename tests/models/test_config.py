@@ -59,6 +59,10 @@ def test_an_older_description_has_fewer_fields():
         fp8.GPTConfig.from_dict({"width": 3, "depth": 4, "vocab_size": 8})
     with pytest.raises(ValueError, match=r"a GPTConfig is made of its fields, .*, got a str"):
         fp8.GPTConfig.from_dict("tiny")
+    with pytest.raises(
+        TypeError, match="needs vocab_size, num_layers, num_heads, hidden_size, got no num_heads, hidden"
+    ):
+        fp8.GPTConfig.from_dict({"vocab_size": 8, "num_layers": 1})
 
 
 def test_heads_are_as_wide_as_they_are_told():
@@ -73,6 +77,8 @@ def test_what_cannot_be_is_refused():
         fp8.GPTConfig.preset("gpt5")
     with pytest.raises(ValueError, match="num_heads must divide hidden_size"):
         fp8.GPTConfig.preset("tiny", num_heads=3)
+    with pytest.raises(TypeError, match=r"a preset takes fields of GPTConfig, activation, .*, got depth, width"):
+        fp8.GPTConfig.preset("tiny", width=3, depth=3)
     with pytest.raises(ValueError, match="positions must be"):
         fp8.GPTConfig.preset("tiny", positions="alibi")
 

@@ -78,8 +78,7 @@ class Programs:
     placements: dict[str, Placement] = field(default_factory=dict, compare=False)  # by shapes of params
 
     def create(self, init_fn: Callable, *args: PyTree) -> tuple[ClosedJaxpr, TrainState, TrainState | None]:
-        """The program that makes the first state from the variables that `init_fn(*args)` returns, and the shapes and
-        shardings of this state; the shardings are None on one device."""
+        """The program that makes the first state of `init_fn(*args)`; its shapes; its shardings, None on one device."""
 
         def make(*args: PyTree) -> TrainState:
             return TrainState.create(variables=init_fn(*args), tx=self.optimizer)

@@ -3,7 +3,7 @@
 # make test     every test that is not marked `slow`, 40 minutes on two cores, less when it is run again
 # make test-all `make lint`, every test, and `make versions`, 90 minutes on two cores
 # make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist
-# make hosts    models and trainers of other libraries in FP8, with the real packages: 10 minutes on two cores
+# make hosts    models and trainers of other libraries in FP8, with the real packages, Python 3.12: 30 minutes on two cores
 # make lint     ruff and pyright
 # make docs     the site of docs/ in build/site, with the reference; a warning is an error
 # make wheels   sources and wheels for other machines in dist/, checked: for each of Python 3.11 to 3.14 that is here

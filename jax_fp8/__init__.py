@@ -8,6 +8,7 @@ from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss
 from jax_fp8.core.lora import Lora
+from jax_fp8.core.maxima import by_maximum
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.grads.delayed import backward_dw
 from jax_fp8.inspect.capture import capture_report
@@ -29,6 +30,7 @@ from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.dot_general import DotGeneral
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.nn.moe import LayerNormMoE
+from jax_fp8.ops.dot_general import dot_general, einsum, init_state
 from jax_fp8.ops.rotary_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RotaryScaling, YarnScaling
 from jax_fp8.optim.freeze import freeze
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
@@ -81,9 +83,12 @@ __all__ = [
     "YarnScaling",
     "apply_updates",
     "backward_dw",
+    "by_maximum",
     "capture_report",
     "cast_weights",
     "count_amaxes",
+    "dot_general",
+    "einsum",
     "explain",
     "find_fault",
     "freeze",
@@ -91,6 +96,7 @@ __all__ = [
     "fused_adam",
     "fused_adamw",
     "generate",
+    "init_state",
     "load_adapters",
     "load_config",
     "load_huggingface",

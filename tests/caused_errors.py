@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 import jax_fp8.nnx
-from jax_fp8.integrations.tunix import in_fp8
+from jax_fp8.integrations import equinox, haliax, maxtext, qwix, tunix
+from jax_fp8.integrations.vmapped import CarriedState
 
 Call = tuple[type[Exception], Callable[[], object]]
 
@@ -22,6 +23,7 @@ MATRIX = fp8.quantize(X, fp8.E4M3, ONE)
 RNGS = nnx.Rngs(0)
 OTHER = fp8.DelayedScaling(amax_history_len=3)
 STATE = {"scale": jnp.ones(3), "amax_history": jnp.zeros((3, 4))}
+CARRIED = CarriedState.first(OTHER)
 TABLE = fp8.GemmTable("NVIDIA H200", "13.1.0")
 
 
@@ -65,6 +67,13 @@ def misnamed():
     return model
 
 
+def uncalled_provider():
+    """A provider as it is before a model was called."""
+    provider = object.__new__(qwix.Fp8Provider)
+    provider._was_called = False
+    return provider
+
+
 def donated():
     """A state that another call has taken."""
     state = make_state()
@@ -85,6 +94,10 @@ CALLS: dict[str, list[Call]] = {
     "Fp8Array.dequantize": error(lambda: fp8.Fp8Array(MATRIX.values, jnp.ones((3, 1))).dequantize()),
     "quantize": error(lambda: fp8.quantize(X, fp8.E4M3, jnp.float32(0))),
     "matmul": error(lambda: fp8.matmul(MATRIX, MATRIX, bias=jnp.ones(3))),
+    "dot_general": error(lambda: fp8.dot_general(X, X, (((), ()), ((), ())), recipe=fp8.CurrentScaling())),
+    "einsum": error(lambda: fp8.einsum("md,dh->mh", X, X, recipe=fp8.DelayedScaling())),
+    "init_state": error(lambda: fp8.init_state(None)),
+    "by_maximum": error(lambda: fp8.by_maximum(X.astype(jnp.bfloat16))),
     "update_state": error(lambda: fp8.update_state({"layer": STATE}, OTHER)),
     "count_amaxes": error(lambda: fp8.count_amaxes({"layer": STATE}, None)),
     # Layers.
@@ -186,7 +199,18 @@ CALLS: dict[str, list[Call]] = {
     "nnx.convert": error(lambda: fp8.nnx.convert(nnx.Linear(16, 16, rngs=RNGS))),
     "nnx.freeze_kernels": error(lambda: fp8.nnx.freeze_kernels(nnx.Linear(16, 16, rngs=RNGS))),
     "nnx.merge_adapters": error(lambda: fp8.nnx.merge_adapters(3)),
-    "in_fp8": error(lambda: in_fp8(3)),
+    # Adapters to libraries, which are not installed here.
+    "tunix.in_fp8": error(lambda: tunix.in_fp8(3)),
+    "maxtext.use": error(lambda: maxtext.use(None)) + error(lambda: maxtext.use(OTHER), ImportError),
+    "maxtext.main": error(lambda: maxtext.main([]))
+    + error(lambda: maxtext.main(["quantization=jax_fp8"]), ImportError),
+    "qwix.Fp8Provider": error(lambda: qwix.Fp8Provider({"(": None})) + error(lambda: qwix.Fp8Provider({}), ImportError),
+    "qwix.Fp8Provider.listing": error(lambda: uncalled_provider().listing()),
+    "haliax.in_fp8": error(lambda: haliax.in_fp8({}, None)) + error(lambda: haliax.in_fp8({}, OTHER), ImportError),
+    "haliax.dot_general_op": error(lambda: haliax.dot_general_op(None))
+    + error(lambda: haliax.dot_general_op(OTHER), ImportError),
+    "equinox.in_fp8": error(lambda: equinox.in_fp8({}, None)) + error(lambda: equinox.in_fp8({}, OTHER), ImportError),
+    "equinox.apply_updates": error(lambda: equinox.apply_updates(CARRIED, CARRIED, None)),
     "nnx.value_and_grad": error(lambda: fp8.nnx.value_and_grad(3)),
     "nnx.warm_start": error(lambda: fp8.nnx.warm_start(loss_fn, has_aux=3)),
     "nnx.split": error(lambda: fp8.nnx.split(misnamed())),

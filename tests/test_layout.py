@@ -46,6 +46,9 @@ NOT_PUBLIC = ("jax._src", "jax.experimental.hijax", "jax.custom_remat")
 
 # (file, imported module): why the import cannot stand at the top.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
+    ("benchmarks/maxtext_step.py", "jax"): "the process that starts the others must not hold a GPU",
+    ("benchmarks/maxtext_step.py", "jax_fp8.integrations.maxtext"): "as jax",
+    ("benchmarks/maxtext_step.py", "maxtext.trainers.pre_train.train"): "as jax",
     ("benchmarks/run_costs.py", "jax_fp8.run.checkpoints"): "needs Orbax, and the steps are timed without it",
     ("jax_fp8/cli.py", "jax_fp8.run"): "needs the packages of the extra `train`, which no other command does",
     ("jax_fp8/run/records.py", "jax_fp8.run"): "its parquet.py needs pyarrow, which text and .jsonl do not",
@@ -70,6 +73,8 @@ WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/models/huggingface/peft_config.py": "test_peft.py reads files with each field that is refused",
     "jax_fp8/models/huggingface/peft_layout.py": "test_peft.py reads and writes matrices of one layer and of several",
     "jax_fp8/models/huggingface/naming.py": "test_weights.py reads files of all these kinds",
+    "jax_fp8/integrations/vmapped.py": "tests/integrations/test_haliax.py and test_equinox.py multiply by its product",
+    "jax_fp8/integrations/modules.py": "tests/integrations/test_haliax.py and test_equinox.py choose layers by it",
     "jax_fp8/report/finding.py": "a tuple and the words for its fields, without code",
 }
 

@@ -23,6 +23,7 @@ import jax_fp8.nnx
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONSTANTS = ROOT / "jax_fp8/core/formats.py"
+INTEGRATIONS = {path.stem for path in (ROOT / "jax_fp8/integrations").glob("*.py")}
 SECTIONS = ("Args", "Returns", "Raises", "Example")
 LONGEST_SENTENCE = 30  # words, of a summary
 
@@ -39,6 +40,10 @@ RAISES_NOTHING: dict[str, str] = {
     "nnx.Fp8State": "a variable of Flax",
     "nnx.batch_stats": "reads what is there",
     "TrainStep": "make_train_step makes it",
+    "tunix.warm_start": "runs the loss of a trainer",
+    "listing.Listing": PLAIN,
+    "maxtext.listing": "reads what is there",
+    **dict.fromkeys(("equinox.split", "equinox.by_maximum"), "takes any tree"),
     **dict.fromkeys(("Diagnostics.from_step", "Diagnostics.rows"), "reads what a step has made"),
     **dict.fromkeys(("GemmTable.restricted_to", "GemmTable.candidate", "GemmTable.rows"), "reads what is there"),
 }
@@ -88,8 +93,19 @@ class Documented(NamedTuple):
             return _named(self.item.__init__)[1:]
         if self.name in OTHER_CONSTRUCTORS or not callable(self.item) or self.doc in _comments().values():
             return []
-        is_method = "." in self.name.removeprefix("nnx.") and not inspect.ismethod(self.item)
+        is_method = "." in without_module(self.name) and not inspect.ismethod(self.item)
         return _named(self.item)[is_method:]
+
+
+def has_own_names(module: str) -> bool:
+    """Whether the names of a module are its own, so that they stand with its name in front."""
+    return module == "jax_fp8.nnx" or module.startswith("jax_fp8.integrations.")
+
+
+def without_module(name: str) -> str:
+    """A name of the reference as it is in its module."""
+    module, _, attribute = name.partition(".")
+    return attribute if module == "nnx" or module in INTEGRATIONS else name
 
 
 def _named(function) -> list[str]:
@@ -110,13 +126,13 @@ def documented(name: str, item: object) -> Documented:
 
 def reference() -> dict[str, Documented]:
     """All that the pages of the reference show, by name: functions, classes and constants, and methods of classes. A
-    name is without its module, but for `nnx`."""
+    name is without its module, but for `nnx` and those of integrations."""
     found = []
     for page in sorted((ROOT / "docs/reference").glob("*.rst")):
         for kind, name, options in re.findall(r"^\.\. auto(\w+):: (\S+)\n((?:   .+\n)*)", page.read_text(), re.M):
             module, _, attribute = (name if "." in name else f"jax_fp8.{name}").rpartition(".")
             item = getattr(importlib.import_module(module), attribute)
-            name = f"nnx.{attribute}" if module == "jax_fp8.nnx" else attribute
+            name = f"{module.rsplit('.', 1)[1]}.{attribute}" if has_own_names(module) else attribute
             found.append(documented(name, item))
             if kind == "class":
                 found += [documented(f"{name}.{method}", getattr(item, method)) for method in _methods(item, options)]
@@ -180,7 +196,7 @@ def wrong_raises(each: Documented) -> list[str]:
 
 def wrong_example(each: Documented) -> list[str]:
     """`Example` is a doctest that runs by itself. Only what needs a GPU is skipped."""
-    if "." in each.name.removeprefix("nnx.") or each.name in WITHOUT_EXAMPLE:
+    if "." in without_module(each.name) or each.name in WITHOUT_EXAMPLE:
         return []
     section = "\n".join(each.sections.get("Example", []))
     test = doctest.DocTestParser().get_doctest(section, {}, each.name, None, 0)
@@ -214,7 +230,7 @@ def test_a_name_documents_itself(name):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("name", [name for name in REFERENCE if "." not in name.removeprefix("nnx.")])
+@pytest.mark.parametrize("name", [name for name in REFERENCE if "." not in without_module(name)])
 def test_an_example_runs(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # for the files that it writes
     found = wrong_example(REFERENCE[name])

@@ -20,11 +20,10 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.linen.fp8_ops import fp32_max_grad
-from jax import lax
 
 from jax_fp8.core.deferral import Deferral
 from jax_fp8.core.fp8_gemm import GradientSum, Record
+from jax_fp8.core.maxima import sums_are_maxima
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recorder import RECORDER, Cotangents, Recorder, Refs
 from jax_fp8.core.state import check_dtypes, join_amaxes, map_gemms_with_path, no_amaxes
@@ -256,19 +255,6 @@ def added_by_gemms(fp8_state: Mapping, sums: PyTree, gemms: Collection[LayerPath
 def nothing_measured(observe: Observed) -> jax.Array:
     """`PassResult.measured` before the first pass."""
     return jnp.zeros(sum(math.prod(each.shape) for each in observe), jnp.float32)
-
-
-@jax.custom_vjp
-def sums_are_maxima(rows: jax.Array) -> jax.Array:
-    """f32[rows] in a dtype whose cotangents jax "adds" by taking the larger one."""
-    with jax.debug_nans(False):  # debug_nans cannot check an array of such a dtype outside of jit
-        return lax.convert_element_type(rows, fp32_max_grad)
-
-
-sums_are_maxima.defvjp(
-    lambda rows: (sums_are_maxima(rows), None),
-    lambda _, maxima: (jnp.maximum(lax.convert_element_type(maxima, jnp.float32), 0),),
-)
 
 
 def fp8_state_of(variables: PyTree) -> Mapping[str, PyTree]:

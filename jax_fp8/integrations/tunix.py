@@ -58,8 +58,10 @@ def in_fp8(trainer: Trainer) -> Trainer:
 
 
 def warm_start(trainer: Any, inputs: Any) -> None:
-    """Give the model of a trainer scales for its first step, from a pass in which each tensor is scaled by its own
-    amax. Without it, the first step scales inputs and output gradients by 1.
+    """Give the model of a trainer scales for its first step.
+
+    They come from a pass in which each tensor is scaled by its own amax. Without it, the first step scales inputs and
+    output gradients by 1.
 
     Args:
       trainer: of Tunix.

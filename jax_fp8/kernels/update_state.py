@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.formats import OUTPUT_GRADIENT, fp8_max, smallest_normal
-from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
+from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.core.recipe_rules import RecipeOrRules, step_recipe
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.state import check_dtypes, gemm_states, join_amaxes, map_gemms, stage
 from jax_fp8.core.types import PyTree
@@ -69,7 +70,7 @@ def count_rows(staged: jax.Array, scale: jax.Array, recipe: DelayedScaling) -> j
     return jnp.stack([jnp.sum(rows, dtype=jnp.int32) for rows in counted])
 
 
-def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
+def update_state(fp8_state: Mapping, recipe: RecipeOrRules) -> dict:
     """Finish an optimizer step: turn staged amaxes into the scales of the next one.
 
     Where the staged amax is 0 (not run) or not finite, the row stays exactly as it was before staging: same scale, same
@@ -79,7 +80,7 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
     Args:
       fp8_state: the collection "fp8", of `scale` f32[..., 3] and `amax_history` f32[..., 3, L] for each GEMM; or {}
         for a recipe without state.
-      recipe: the recipe the collection was made for.
+      recipe: the recipe, or the rules, the collection was made for.
 
     Returns:
       A collection of the same structure, shapes and dtypes.
@@ -99,14 +100,14 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
     return finish_step(fp8_state, None, recipe)[0]
 
 
-def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Array]:
+def count_amaxes(fp8_state: Mapping, recipe: RecipeOrRules) -> dict[str, jax.Array]:
     """Count the tensors of a step whose amax is not finite, or too small for their scale.
 
     Your own training loop calls it before `update_state`; `make_train_step` counts by itself.
 
     Args:
       fp8_state: the collection "fp8" with the amaxes of a step staged, as `value_and_grad` returns it; or {}.
-      recipe: the recipe the collection was made for.
+      recipe: the recipe, or the rules, the collection was made for.
 
     Returns:
       Two counts of tensors, int32[]. "nonfinite_amaxes" have an infinity or a NaN. "underflowing_amaxes" are so small
@@ -124,7 +125,7 @@ def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Arr
       >>> {name: int(count) for name, count in counts.items()}
       {'nonfinite_amaxes': 1, 'underflowing_amaxes': 1}
     """
-    check_recipe(recipe)
+    recipe = step_recipe(recipe)
     gemms = gemm_states(fp8_state)
     if not gemms:
         return as_metrics(jnp.zeros(2, jnp.int32))
@@ -145,9 +146,9 @@ def as_metrics(counts: jax.Array) -> dict[str, jax.Array]:
     return {"nonfinite_amaxes": counts[0], "underflowing_amaxes": counts[1]}
 
 
-def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | None) -> tuple[dict, jax.Array]:
+def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: RecipeOrRules) -> tuple[dict, jax.Array]:
     """`update_state` of a state in which these amaxes f32[rows] are yet to be staged, and `count_rows`, int32[2]."""
-    check_recipe(recipe)
+    recipe = step_recipe(recipe)
     gemms = gemm_states(fp8_state)
     if not gemms:
         return {}, jnp.zeros(2, jnp.int32)

@@ -21,7 +21,8 @@ from jax_fp8.core.ids import as_ids
 from jax_fp8.core.lora import Lora
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
-from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from jax_fp8.core.recipe_rules import RecipeOrRules, as_field
 from jax_fp8.core.shards import ROWS, ParamSharding, current_amax_axes, current_tensor, declare_sharding, parts_of
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
@@ -78,7 +79,8 @@ class GPT(nn.Module):
 
     Args:
       config: the shape of the model.
-      recipe: of the layers; None trains the same parameters in plain `dtype`.
+      recipe: of the layers; None trains the same parameters in plain `dtype`. Rules such as `{"layer_0/.*": None,
+        ".*": DelayedScaling()}` give each layer a recipe by its path.
       dtype: of activations and logits: bfloat16, float16 or float32.
       param_dtype: of the parameters, one of these too.
       head_recipe: CurrentScaling() or BlockScaling() computes the head in FP8 too.
@@ -102,7 +104,7 @@ class GPT(nn.Module):
     """
 
     config: GPTConfig
-    recipe: Recipe | None = DelayedScaling()
+    recipe: RecipeOrRules = DelayedScaling()
     dtype: Dtype = jnp.bfloat16
     param_dtype: Dtype = jnp.float32
     head_recipe: CurrentScaling | BlockScaling | None = None
@@ -112,6 +114,10 @@ class GPT(nn.Module):
     attention_implementation: Literal["cudnn", "xla"] | None = None
     fp8_attention: bool = False
     lora: Lora | None = None
+
+    def __post_init__(self):
+        as_field(self)
+        super().__post_init__()
 
     @nn.compact
     def __call__(

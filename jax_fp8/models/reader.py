@@ -24,6 +24,7 @@ from jax_fp8.core.paths import (
     map_with_names,
     put_at_path,
 )
+from jax_fp8.core.recipe_rules import recipe_at
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import amax, as_matrix
@@ -107,7 +108,7 @@ class _Weights:
 
     Args:
       params: of the model; layers read those that `joined` does not have.
-      joined: the biases of each GEMM side by side in `dtype`, and without FP8 its kernels too.
+      joined: the biases of each GEMM side by side in `dtype`, and of one without FP8 its kernels too.
       widths: of each GEMM, the columns of its kernels.
       fp8: the collections "fp8", "fp8_cache" and "fp8_frozen".
     """
@@ -120,13 +121,15 @@ class _Weights:
     @classmethod
     def cast_from(cls, model: GPT, variables: Variables) -> "_Weights":
         params, state = variables["params"], variables.get("fp8", {})
-        gemms, recipe = tuple(_gemms(model.config)), model.recipe
-        to_cast = [gemm for gemm in gemms if not is_frozen(variables, gemm)]
-        cast = {} if recipe is None else cast_gemms(params, state, dict.fromkeys(to_cast, recipe))
-        cast = ready_for_loop(cast, params)
+        recipes = {gemm: recipe_at(model.recipe, kernel_paths(gemm)[0][:-1]) for gemm in _gemms(model.config)}
+        gemms = tuple(recipes)
+        to_cast = {gemm: own for gemm, own in recipes.items() if own is not None and not is_frozen(variables, gemm)}
+        cast = ready_for_loop(cast_gemms(params, state, to_cast), params)
         with jax.named_scope(CAST_SCOPE):
-            leaves = ("kernel", "bias") if recipe is None else ("bias",)
-            joined_arrays = {gemm: _joined(params, gemm, leaves, model.dtype) for gemm in gemms}
+            joined_arrays = {
+                gemm: _joined(params, gemm, ("kernel", "bias") if own is None else ("bias",), model.dtype)
+                for gemm, own in recipes.items()
+            }
         widths = {
             gemm: tuple(array.shape[-1] for array in _arrays(params, gemm, next(iter(arrays))))
             for gemm, arrays in joined_arrays.items()

@@ -9,29 +9,31 @@ In `nn.Dense` and `nn.DenseGeneral` the kernel is read from the params, before F
 GEMM belongs to that layer: state and weight cache lie where those of `fp8.Dense` do. If it is not, the GEMM has a name
 of its own that leads to no kernel (core/paths.py). The same holds in any other layer, which may have changed its kernel
 before the product.
+
+With `overwrite_with_gradient` the state lies where Flax's own FP8 has its own, in "_overwrite_with_gradient", and moves
+as the gradient of itself (ops/carried_state.py). Train steps of other libraries know this collection.
 """
 
 import inspect
-import math
-from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import meta
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 
 from jax_fp8.core.checks import check_bool
 from jax_fp8.core.paths import UNNAMED, check_layer_name
-from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
+from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.core.recipe_rules import RecipeOrRules, as_field, recipe_at
+from jax_fp8.core.state import LEAVES
 from jax_fp8.nn.checks import check_dtype
 from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.gemm import GemmState, declare_state
+from jax_fp8.ops.dot_general import DimensionNumbers, ProductDims, check_precision, init_state, product
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
-
-Dims = Sequence[int]
-DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]  # ((contracted of x, of kernel), (batch dims))
 
 
 class DotGeneral(nn.Module):
@@ -43,8 +45,10 @@ class DotGeneral(nn.Module):
     adds its bias afterwards, in its dtype. Like every layer here, this keeps its state in the collection "fp8".
 
     Args:
-      recipe: how tensors are quantized; None is `lax.dot_general`.
+      recipe: how tensors are quantized; None is `lax.dot_general`. Rules are matched with the path of the layer.
       recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8.
+      overwrite_with_gradient: keep the state in Flax's collection "_overwrite_with_gradient", for a train step that
+        takes gradients by it and puts them in its place. Without it, steps of this library carry the state.
 
     Example:
       >>> import flax.linen as nn
@@ -57,8 +61,13 @@ class DotGeneral(nn.Module):
       (['fp8', 'params'], (4, 32))
     """
 
-    recipe: Recipe | None = DelayedScaling()
+    recipe: RecipeOrRules = DelayedScaling()
     recompute: bool = False
+    overwrite_with_gradient: bool = False
+
+    def __post_init__(self):
+        as_field(self)
+        super().__post_init__()
 
     @nn.compact
     def __call__(
@@ -85,65 +94,56 @@ class DotGeneral(nn.Module):
           ValueError: with a recipe, if there are batch dims or none are contracted, sizes are not multiples of 16, or
             `precision` or the dtype is another one.
         """
-        check_recipe(self.recipe)
+        recipe = recipe_at(self.recipe, self.path[:-1])
         check_bool(f"{self._layer}: recompute", self.recompute)
-        if self.recipe is None:
+        check_bool(f"{self._layer}: overwrite_with_gradient", self.overwrite_with_gradient)
+        if recipe is None:
             return lax.dot_general(x, kernel, dimension_numbers, precision, preferred_element_type)
-        x_contracted, kernel_contracted = self._contracted(x, kernel, dimension_numbers)
-        self._check_precision(precision)
+        if self.overwrite_with_gradient:
+            state = carried_state(self, recipe, kernel)
+            return product(self._layer, x, kernel, dimension_numbers, precision, preferred_element_type, recipe, state)
+        if len(dimension_numbers[1][0]):
+            raise ValueError(
+                f"{self._layer}: an FP8 product has no batch dims, got {dimension_numbers} for {x.shape} and "
+                f"{kernel.shape}; leave dot_general_cls out of this layer"
+            )
+        dims = ProductDims.of(self._layer, x, kernel, dimension_numbers)
+        check_precision(self._layer, precision)
         dtype = jnp.result_type(x, kernel) if preferred_element_type is None else preferred_element_type
         check_dtype(f"{self._layer}: dtype", dtype)
-        leading = [dim for dim in range(x.ndim) if dim not in x_contracted]
-        columns = [dim for dim in range(kernel.ndim) if dim not in kernel_contracted]
-        rows = _transposed(x, [*leading, *x_contracted]).reshape(*(x.shape[dim] for dim in leading), -1)
-        gemm = self._declare(kernel, kernel_contracted, columns)
-        y, amaxes = linear(rows, gemm.parameters, gemm.fp8, dtype, recompute=self.recompute)
+        gemm = self._declare(kernel, dims, recipe)
+        y, amaxes = linear(dims.left(x), gemm.parameters, gemm.fp8, dtype, recompute=self.recompute)
         gemm.stage(amaxes)
-        return y.reshape(*rows.shape[:-1], *(kernel.shape[dim] for dim in columns))
+        return y.reshape(dims.result)
 
-    def _declare(self, kernel: jax.Array, contracted: list[int], columns: list[int]) -> DeclaredGemm:
+    def _declare(self, kernel: jax.Array, dims: ProductDims, recipe: Recipe) -> DeclaredGemm:
         """The GEMM by this kernel, by its param where the layer is Flax's own."""
         layer = self.parent
         param = _kernel_param(layer)
         if param is not None and param.shape == kernel.shape:
             kernel = param
-            if isinstance(layer, nn.Module) and kernel.ndim == 2 and contracted == [0]:
+            if isinstance(layer, nn.Module) and dims.rhs == (0, 1):
                 check_layer_name(self.path[:-1])
-                return declare_state(layer, LinearParameters(kernel, None), self.recipe, None)
-        k = math.prod(kernel.shape[dim] for dim in contracted)
-        matrix = _transposed(kernel, [*contracted, *columns]).reshape(k, -1)
-        product = GemmState(self.recipe, self._layer, name=UNNAMED)
-        return product(LinearParameters(matrix, None), None)
+                return declare_state(layer, LinearParameters(kernel, None), recipe, None)
+        own = GemmState(recipe, self._layer, name=UNNAMED)
+        return own(LinearParameters(dims.right(kernel), None), None)
 
     @property
     def _layer(self) -> str:
         """The layer around this product, for messages."""
         return "/".join(self.path[:-1]) or type(self.parent or self).__name__
 
-    def _contracted(
-        self, x: jax.Array, kernel: jax.Array, dimension_numbers: DimensionNumbers
-    ) -> tuple[list[int], list[int]]:
-        """The contracted dims of both operands, in pairs, sorted by the dim of the kernel."""
-        (x_dims, kernel_dims), (batch, _) = dimension_numbers
-        if len(batch):
-            raise ValueError(
-                f"{self._layer}: an FP8 product has no batch dims, got {dimension_numbers} for {x.shape} and "
-                f"{kernel.shape}; leave dot_general_cls out of this layer"
-            )
-        pairs = sorted((b % kernel.ndim, a % x.ndim) for a, b in zip(x_dims, kernel_dims, strict=True))
-        if not pairs:
-            raise ValueError(
-                f"{self._layer}: an FP8 product contracts at least one dim, got {dimension_numbers}; "
-                "leave dot_general_cls out of this layer"
-            )
-        return [dim for _, dim in pairs], [dim for dim, _ in pairs]
 
-    def _check_precision(self, precision: lax.PrecisionLike) -> None:
-        if precision not in (None, "default", lax.Precision.DEFAULT):
-            raise ValueError(
-                f"{self._layer}: precision must be None where the product is in FP8, got {precision!r}; leave it out, "
-                "and say how GEMMs accumulate in the recipe's split_accumulator"
-            )
+def carried_state(module: nn.Module, recipe: Recipe, kernel: jax.Array) -> dict[str, jax.Array]:
+    """The state of a product in the collection "_overwrite_with_gradient" of a module, made in its first call."""
+    if not recipe.has_state:
+        return {}
+    first = init_state(recipe, kernel) if module.is_initializing() else dict.fromkeys(LEAVES)
+    # Variables that are there already keep their values.
+    return {
+        name: module.variable(OVERWRITE_WITH_GRADIENT, name, lambda value: value, value).value
+        for name, value in first.items()
+    }
 
 
 def _kernel_param(layer: object) -> jax.Array | None:
@@ -154,7 +154,3 @@ def _kernel_param(layer: object) -> jax.Array | None:
     if not isinstance(layer, nn.Dense | nn.DenseGeneral) or inspect.unwrap(type(layer).__call__) not in calls:
         return None
     return meta.unbox(layer.get_variable("params", "kernel"))
-
-
-def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
-    return x if order == [*range(x.ndim)] else jnp.transpose(x, order)

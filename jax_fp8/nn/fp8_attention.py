@@ -9,6 +9,7 @@ import jax
 
 from jax_fp8.core.formats import INPUT
 from jax_fp8.core.paths import kernelless_name
+from jax_fp8.core.recipe_rules import recipe_at
 from jax_fp8.kernels.fp8_attention import check_head_dim, check_tokens
 from jax_fp8.nn.checks import layer_name
 from jax_fp8.nn.gemm import GemmState
@@ -62,7 +63,10 @@ def attend_in_fp8(
     check_head_dim(layer, query.shape[-1])
     no_kernels = LinearParameters((), None)
     declared = [
-        GemmState(module.recipe, f"{layer}/{name}", name=kernelless_name(name))(no_kernels, None) for name in STATES
+        GemmState(recipe_at(module.recipe, module.path), f"{layer}/{name}", name=kernelless_name(name))(
+            no_kernels, None
+        )
+        for name in STATES
     ]
     if module.is_initializing():  # `init` discards the result
         by = implementation if jax.default_backend() == "gpu" else "xla"
@@ -81,7 +85,7 @@ def attend_in_fp8(
 
 
 def _check(module: MultiHead, layer: str, refused: list[str]) -> None:
-    recipe, implementation = module.recipe, module.implementation
+    recipe, implementation = recipe_at(module.recipe, module.path), module.implementation
     if recipe is None or not recipe.has_state:
         raise ValueError(
             f"{layer}: FP8 attention needs DelayedScaling, because its kernel must know the scales of gradients before "

@@ -23,6 +23,7 @@ from jax_fp8.core.frozen import FROZEN, FrozenKernel, frozen_weight
 from jax_fp8.core.lora import Lora
 from jax_fp8.core.paths import check_gemm_path, check_layer_name, joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
+from jax_fp8.core.recipe_rules import RecipeOrRules, as_field, recipe_at, recipe_of_all
 from jax_fp8.core.recorder import RECORDER, register_gemm
 from jax_fp8.core.shards import (
     COLUMNS,
@@ -50,7 +51,8 @@ class Fp8Module(nn.Module, kw_only=True):
     """The fields of every layer with FP8 GEMMs.
 
     Args:
-      recipe: how tensors are quantized; None computes in `dtype` with the same parameters.
+      recipe: how tensors are quantized; None computes in `dtype` with the same parameters. Rules, a dict of regular
+        expressions of paths, give each layer inside a recipe of its own: see core/recipe_rules.py.
       dtype: of inputs, results and of products that are not in FP8: bfloat16, float16 or float32.
       param_dtype: of the parameters, one of these too.
       kernel_init, bias_init: initializers of kernels (in, features) and biases (features,).
@@ -61,7 +63,7 @@ class Fp8Module(nn.Module, kw_only=True):
       lora: adapters of the linear layers, a `Lora`; None has none.
     """
 
-    recipe: Recipe | None = DelayedScaling()
+    recipe: RecipeOrRules = DelayedScaling()
     dtype: Dtype = jnp.bfloat16
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
@@ -69,6 +71,10 @@ class Fp8Module(nn.Module, kw_only=True):
     recompute: bool = False
     logical_axes: bool = False
     lora: Lora | None = None
+
+    def __post_init__(self):
+        as_field(self)
+        super().__post_init__()
 
 
 def shared_fields(outer: object, cls: type[nn.Module]) -> dict[str, Any]:
@@ -137,7 +143,7 @@ def declare_linear(
 class GemmVariables(LinearVariables, kw_only=True):
     """Parameters and FP8 state of a GEMM by one layer, in one module."""
 
-    recipe: Recipe | None
+    recipe: RecipeOrRules
 
     @nn.compact
     def __call__(self, in_features: int, features: int) -> DeclaredGemm:
@@ -163,12 +169,13 @@ def declare_gemm(
     module: GemmVariables | Fp8Module, in_features: int, features: int, use_bias: bool, sharding: ParamSharding
 ) -> DeclaredGemm:
     """The GEMM of a layer that has one: parameters and state in `module` itself."""
-    if module.recipe is not None:
+    recipe = recipe_at(module.recipe, module.path)
+    if recipe is not None:
         check_layer_name(module.path)
     frozen = frozen_weight(module.variables.get(FROZEN, {}), ())
     parameters, adapter = declare_linear(module, in_features, features, use_bias, sharding, frozen is not None)
     split_dim = split_dim_of((*module.path, "kernel"))
-    declared = declare_state(module, parameters, module.recipe, split_dim, frozen=frozen)
+    declared = declare_state(module, parameters, recipe, split_dim, frozen=frozen)
     return replace(declared, adapters=() if adapter is None else (adapter,))
 
 
@@ -205,10 +212,11 @@ def declare_gemm_of(
     split_dim = split_dim_of((*module.path, names[0], "kernel"))
     always_split = [name for name, sharding in zip(names, shardings, strict=True) if not sharding.or_whole]
     check_are_split_alike(module, always_split)
-    if module.recipe is None:
+    recipe = recipe_of_all(module.recipe, module.path, names)
+    if recipe is None:
         _check_is_not_frozen(layer_name(module), parameters)
         return _on_shards(DeclaredGemm(parameters, adapters=adapters), split_dim)
-    declared = GemmState(module.recipe, name=joined_name(names))(parameters, split_dim, frozen)
+    declared = GemmState(recipe, name=joined_name(names))(parameters, split_dim, frozen)
     return replace(declared, adapters=adapters)
 
 

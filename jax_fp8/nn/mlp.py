@@ -102,9 +102,9 @@ class LayerNormMLP(Fp8Module):
         self, x: jax.Array, norm: NormParameters | None, up: DeclaredGemm, down: DeclaredGemm, residual: bool
     ) -> jax.Array:
         """`down(activation(up(norm(x))))`, with `residual` plus `x`: one op. With adapters or without a norm it is an
-        op for each part.
+        op for each part. So it is where only one of both GEMMs is in FP8.
         """
-        if norm is None or up.adapters or down.adapters:
+        if norm is None or up.adapters or down.adapters or (up.fp8 is None) != (down.fp8 is None):
             multiply_up = partial(up.multiply, dtype=self.dtype, recompute=self.recompute)
 
             def multiply_down(rows: jax.Array, added: jax.Array | None) -> jax.Array:

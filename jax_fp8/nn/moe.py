@@ -18,6 +18,7 @@ from flax.typing import Dtype, Initializer
 from jax_fp8.core.checks import check_number
 from jax_fp8.core.fp8_gemm import Record
 from jax_fp8.core.paths import experts_name, joined_name
+from jax_fp8.core.recipe_rules import recipe_of_all
 from jax_fp8.core.recorder import RECORDER
 from jax_fp8.core.shards import ParamSharding, current_tensor, declare_sharding
 from jax_fp8.core.types import PyTree, Variables
@@ -125,6 +126,11 @@ class LayerNormMoE(Fp8Module):
         up = self._declare(names, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))
         down_init = self.down_init or self.kernel_init
         down = self._declare(("down",), hidden, features, down_init, ("expert", "mlp", "residual"))
+        if (up.fp8 is None) != (down.fp8 is None):
+            raise ValueError(
+                f"{layer_name(self)}: all kernels of experts must be in FP8 or none, got rules with a recipe for one "
+                f"of {', '.join(names)} and down, and None for the other; write a rule that matches both"
+            )
 
         tokens = as_matrix(x.astype(self.dtype))
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
@@ -159,11 +165,12 @@ class LayerNormMoE(Fp8Module):
         shape = self.num_experts, in_features, features
         axes_if_named = axes if self.logical_axes else None
         kernels = tuple(_Experts(shape, init, axes_if_named, self.param_dtype, name=name)() for name in names)
-        if self.recipe is None:
+        recipe = recipe_of_all(self.recipe, self.path, names)
+        if recipe is None:
             return DeclaredGemm(_side_by_side(kernels))
         layer = "/".join((layer_name(self), joined_name(names)))
         check_multiples_of_16(layer, in_features, (features,) * len(names))
-        state = GemmState(self.recipe, layer, name=experts_name(names))
+        state = GemmState(recipe, layer, name=experts_name(names))
         declared = state(_side_by_side(tuple(map(as_one_matrix, kernels))), None)
         kernels = tuple(kernel.reshape(shape) for kernel in as_tuple(declared.parameters.kernel))
         return replace(declared, parameters=_side_by_side(kernels))

@@ -12,7 +12,8 @@ from flax.nnx.nn import dtypes
 
 from jax_fp8.core.checks import describe
 from jax_fp8.core.lora import Lora, check_lora
-from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.recipe_rules import RecipeOrRules, recipe_at, step_recipe
 from jax_fp8.core.types import PyTree
 from jax_fp8.nn.checks import own_product
 from jax_fp8.nnx.foreign_einsum import einsum_in_fp8, matrix_shape, why_no_product
@@ -22,6 +23,7 @@ from jax_fp8.nnx.product import LinearParams
 
 SWAPPED = nnx.Linear, nnx.LinearGeneral, nnx.Einsum
 NORMS = nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.BatchNorm  # no products, though stacked scales have two dims
+QWIX_MARKS = "qwix_path", "qwix_rngs", "disable_quant_stats_update"  # of a model that qwix has taken up
 OWN = ("kernel", "bias")  # variables of the layers that are swapped
 Sizes = int | tuple[int, ...]
 
@@ -52,7 +54,7 @@ class Conversion:
 
 def convert(
     model: nnx.Module,
-    recipe: Recipe = DELAYED,
+    recipe: RecipeOrRules = DELAYED,
     where: filterlib.Filter = ...,
     *,
     lora: Lora | None = None,
@@ -68,7 +70,8 @@ def convert(
 
     Args:
       model: holds the layers, and is itself none of them.
-      recipe: of the layers.
+      recipe: of the layers. Rules, a dict of regular expressions of paths, give each layer a recipe of its own, or
+        None to leave it.
       where: an NNX filter, or a function of path and layer, that selects the layers to swap.
       lora: adapters of the swapped layers, `nnx.LoRAParam` of the layer's `param_dtype`; targets are names such as
         "up". None has none.
@@ -93,8 +96,7 @@ def convert(
       1 layer in FP8
       layers/2: left as it is, FP8 needs features divisible by 16, got 32 to 10
     """
-    check_recipe(recipe)
-    if recipe is None:
+    if step_recipe(recipe) is None and not isinstance(recipe, Mapping):
         raise ValueError("convert needs a recipe, got None; leave the model as it is")
     if not isinstance(model, nnx.Module) or type(model) in SWAPPED:
         raise ValueError(
@@ -111,8 +113,15 @@ def convert(
         if reason is not None:
             left[name] = reason
             continue
+        own_recipe = recipe_at(recipe, tuple(map(str, path)))
+        if own_recipe is None:
+            left[name] = "left by the rules"
+            continue
         own = lora if lora is not None and lora.is_for(str(path[-1])) else None
-        in_fp8[id(layer)] = _in_fp8(layer, recipe, own and replace(own, targets=None), rngs)
+        new = in_fp8[id(layer)] = _in_fp8(layer, own_recipe, own and replace(own, targets=None), rngs)
+        for mark in QWIX_MARKS:
+            if hasattr(layer, mark):
+                setattr(new, mark, getattr(layer, mark))
         converted.append(name)
     unknown = set(lora.targets or () if lora else ()) - {path.split("/")[-1] for path in converted}
     if unknown:

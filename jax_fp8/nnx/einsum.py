@@ -9,9 +9,9 @@ from jax_fp8.core.checks import describe, is_array
 from jax_fp8.core.lora import Lora
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.nnx.checks import check_fields, check_has_no_targets, check_sharding
-from jax_fp8.nnx.einsum_dims import EinsumDims, Label
 from jax_fp8.nnx.layers import DELAYED
 from jax_fp8.nnx.product import LECUN, NOTHING, ZEROS, Dims, LinearParams, Metadata, Product
+from jax_fp8.ops.einsum_dims import EinsumDims, Label
 
 
 class Einsum(LinearParams):

@@ -17,7 +17,7 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.types import PyTree
 from jax_fp8.jaxprs.jaxpr_equality import compute_the_same
 from jax_fp8.nnx.einsum import Einsum
-from jax_fp8.nnx.einsum_dims import EinsumDims
+from jax_fp8.ops.einsum_dims import EinsumDims
 
 ROWS = 16  # of each dim of the input that is not contracted, in the trace
 

@@ -19,7 +19,7 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.lora import LORA_A, LORA_B, Lora
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, put_at_path
-from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.recipe_rules import RecipeOrRules, step_recipe
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.ops.weights import cast_gemms, transpose_alone
 from jax_fp8.parallel.names import without_names
@@ -29,7 +29,7 @@ from jax_fp8.state.weight_cache import check_can_be_cast, gemms_of_recipe
 
 def freeze_kernels(
     variables: Variables,
-    recipe: Recipe | None,
+    recipe: RecipeOrRules,
     params: Mapping | None = None,
     *,
     forward: Callable[[dict], object] | None = None,
@@ -42,7 +42,8 @@ def freeze_kernels(
 
     Args:
       variables: "params", and "fp8" where the recipe has state, as `model.init` returned them.
-      recipe: the model's. None freezes nothing, and only takes `params`.
+      recipe: the model's. None freezes nothing, and only takes `params`. Of rules, kernels stay params that have
+        another recipe than that of a step.
       params: loaded params, of any float dtype, on the device or the host. They replace those of `variables` at the
         same paths. `variables` may have more, such as adapters.
       forward: a function of the variables that runs the model, `lambda variables: model.apply(variables, x)`. Only a
@@ -70,7 +71,7 @@ def freeze_kernels(
       (16, 32)
     """
     check_variables(variables)
-    check_recipe(recipe)
+    recipe = step_recipe(recipe)
     check_bool("apart", apart)
     variables = without_names(variables)
     if params is not None:

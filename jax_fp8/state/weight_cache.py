@@ -27,7 +27,8 @@ from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.frozen import is_frozen
 from jax_fp8.core.paths import CAST_BY, VERSION, LayerPath, at_path, kernel_paths, names_of, put_at_path
-from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.recipe_rules import RecipeOrRules, step_recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.core.types import PyTree, Variables
@@ -54,7 +55,7 @@ register_serialization(CastBy, [])
 
 def cast_weights(
     variables: Variables,
-    recipe: Recipe,
+    recipe: RecipeOrRules,
     cache: Mapping | None = None,
     is_first_microbatch: bool | jax.Array | None = None,
     *,
@@ -71,7 +72,7 @@ def cast_weights(
 
     Args:
       variables: "params", and "fp8" where the recipe has state, as `model.init` returned them.
-      recipe: the model's.
+      recipe: the model's. Of rules, GEMMs with another recipe than that of a step are cast in each pass.
       cache: the cache of an earlier microbatch, or None, to cast.
       is_first_microbatch: bool, or bool[] that may be traced. True: cast. False or None: cast only if the params have
         another version than the cache. The version is a hash of the first row and the first column of each kernel. So
@@ -100,7 +101,7 @@ def cast_weights(
       (2, 32)
     """
     variables = without_names(variables)
-    check_can_be_cast("cast_weights", variables, recipe)
+    recipe = check_can_be_cast("cast_weights", variables, recipe)
     is_first = False if is_first_microbatch is None else is_first_microbatch
     check_flag(is_first)
     gemms = gemms_of_recipe(variables, recipe, cache, forward)
@@ -256,15 +257,16 @@ def _cached(cache: Mapping, path: LayerPath = ()) -> Iterator[tuple[LayerPath, F
             yield from _cached(node, (*path, name))
 
 
-def check_can_be_cast(caller: str, variables: Variables, recipe: Recipe | None) -> None:
-    """Raise unless the variables are those of a model with this recipe."""
+def check_can_be_cast(caller: str, variables: Variables, recipe: RecipeOrRules) -> Recipe:
+    """The recipe by which to cast; raise unless the variables are those of a model with this recipe or these rules."""
     check_variables(variables)
-    check_recipe(recipe)
+    recipe = step_recipe(recipe)
     if recipe is None or "params" not in variables or (recipe.has_state and not variables.get("fp8")):
         raise ValueError(
             f'{caller} needs a recipe and "params", with DelayedScaling also "fp8", of a model with this recipe, '
             f"got {describe(variables)} and {describe(recipe)}; pass what model.init returned"
         )
+    return recipe
 
 
 def _check_cache(cache: Mapping, variables: Variables, recipe: Recipe, gemms: Collection[LayerPath]) -> None:

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from jax_fp8.core.checks import check_bool, check_flags, describe
 from jax_fp8.core.frozen import FROZEN
-from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.recipe_rules import RecipeOrRules, step_recipe
 from jax_fp8.core.shards import declared_shardings
 from jax_fp8.core.state import stage_joined
 from jax_fp8.core.types import Batch, PyTree, Variables
@@ -107,7 +108,7 @@ def value_and_grad(
 
 def warm_start(
     loss_fn: Callable,
-    recipe: Recipe | None,
+    recipe: RecipeOrRules,
     has_aux: bool = False,
     *,
     parallel: Parallelism | Mesh | None = None,
@@ -119,7 +120,7 @@ def warm_start(
 
     Args:
       loss_fn, has_aux, parallel: as in `value_and_grad`.
-      recipe: that of the model's layers.
+      recipe: that of the model's layers, or their rules.
 
     Returns:
       A function of the same arguments as `loss_fn` that returns the FP8 state, with the amaxes of this pass as its
@@ -142,7 +143,7 @@ def warm_start(
       2.0
     """
     check_loss_fn(loss_fn)
-    check_recipe(recipe)
+    recipe = step_recipe(recipe)
     check_bool("has_aux", has_aux)
     parallel = as_parallelism(parallel)
     if parallel is not None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jax_fp8.core.checks import check_flags, check_integer
 from jax_fp8.core.layered_loss import LayeredLoss
-from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.recipe_rules import RecipeOrRules, step_recipe
 from jax_fp8.core.types import Batch, PyTree, RandomLoss, Variables
 from jax_fp8.distributed.pipeline_checks import check_pipeline
 from jax_fp8.grads.loss_aux import AuxLoss
@@ -31,7 +31,7 @@ from jax_fp8.train.step import TrainStep
 def make_train_step(
     loss_fn: Callable[[Variables, Batch], PyTree] | RandomLoss,
     tx: optax.GradientTransformation,
-    recipe: Recipe | None,
+    recipe: RecipeOrRules,
     microbatches: int = 1,
     *,
     cache_weights: bool = True,
@@ -51,8 +51,8 @@ def make_train_step(
       tx: the optimizer, an `optax.GradientTransformation`; others are refused. `fused_adam` writes params, masters,
         moments and the weight cache in one kernel, if it is the last transform that touches the updates. If another
         one computes with its result, the step warns, and adds updates to params as with any optimizer.
-      recipe: the recipe of the model's layers, or None for plain bfloat16. A layer with another recipe is refused when
-        the loss is traced.
+      recipe: the recipe of the model's layers, or their rules, or None for plain bfloat16. A layer with another recipe
+        is refused when the loss is traced.
       microbatches: into how many the batch is split, whose leaves all have one leading dim; 1 by default. Gradients and
         loss are means over them, amaxes maxima, and the FP8 state moves once. They must divide the batch.
       cache_weights: True casts the weights once for all microbatches. False casts them in every one, which gives the
@@ -97,7 +97,7 @@ def make_train_step(
     """
     check_step_loss(loss_fn, rngs is not None)
     check_optimizer(tx)
-    check_recipe(recipe)
+    own_recipes, recipe = [*recipe.values()] if isinstance(recipe, Mapping) else [recipe], step_recipe(recipe)
     check_integer("microbatches", microbatches)
     check_flags(cache_weights=cache_weights, warm_start=warm_start, donate=donate, has_aux=has_aux)
     offloads = isinstance(loss_fn, LayeredLoss) and bool(loss_fn.on_host)
@@ -105,7 +105,7 @@ def make_train_step(
     compiler_options = options_of_step(compiler_options, parallel is not None, offloads)
     optimizer = optax.with_extra_args_support(tx)
     if parallel is not None and parallel.sequence_parallel:
-        check_sequence([recipe])
+        check_sequence(own_recipes)
     if parallel is not None and parallel.stages > 1:
         check_pipeline(parallel, loss_fn, microbatches, cache_weights, has_aux)
     loss_fn = AuxLoss(loss_fn) if has_aux else loss_fn

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import qwix
 from flax import nnx
 from tunix.models.gemma import model as gemma
 from tunix.models.gemma3 import model as gemma3
@@ -164,6 +166,33 @@ def check_layers(report: Report):
         report.expect("params keep their paths", same, name)
 
 
+def check_adapters_of_qwix(report: Report):
+    """Before `convert` they stay, on layers that stay as they are. After it there are none, and each layer says so."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 32)))
+    inputs = model_inputs(peft_trainer.TrainingInput(input_tokens=tokens, input_mask=jnp.ones((2, 32), bool)))
+    call = tokens, inputs["positions"], None, inputs["attention_mask"]
+    for name in ("Qwen3", "Llama 3", "Gemma"):
+        cls, config, attention, *_ = MODELS[name]
+        provider = qwix.LoraProvider(module_path=f".*({attention[0]}|gate_proj|down_proj)", rank=4, alpha=8.0)
+        model = qwix.apply_lora_to_model(drawn(cls, config), provider, *call)
+        result = fp8_nnx.convert(model, DELAYED)
+        adapted = [path for path in result.left if path.endswith((attention[0], "gate_proj", "down_proj"))]
+        report.expect("adapters of qwix, then convert", len(adapted) == 6 and len(result.converted) >= 6, f"{result}")
+        finite = bool(jnp.all(jnp.isfinite(model(*call)[0])))
+        count = len(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
+        report.expect("adapters of qwix, then convert", finite and count == 12, f"{name}: {count} matrices")
+        model = drawn(cls, config)
+        fp8_nnx.convert(model, DELAYED)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model = qwix.apply_lora_to_model(model, provider, *call)
+        warned = any("qwix gives it no adapter" in str(warning.message) for warning in said)
+        count = len(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
+        report.expect(
+            "convert, then adapters of qwix", count == 0 and (warned or name == "Llama 3"), f"{name}: {count}"
+        )
+
+
 def check_training(report: Report):
     expected = train(llama())
     report.expect("learns", expected[-1] < 0.6 * expected[0] and len(expected) == STEPS, f"{expected}")
@@ -255,7 +284,15 @@ def check_restoring(report: Report):
         report.expect("restored", first + second == whole, f"{name}: {first} {second} instead of {whole}")
 
 
-CHECKS = [check_layers, check_training, check_accumulation_and_remat, check_adapters, check_mesh, check_restoring]
+CHECKS = [
+    check_layers,
+    check_adapters_of_qwix,
+    check_training,
+    check_accumulation_and_remat,
+    check_adapters,
+    check_mesh,
+    check_restoring,
+]
 
 
 def main(arguments: list[str] | None = None) -> int:

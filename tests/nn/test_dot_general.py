@@ -7,12 +7,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
+from flax.training import train_state
 
 import jax_fp8 as fp8
 from jax_fp8.core import fp8_gemm
 from jax_fp8.inspect.explain import explain
+from jax_fp8.ops import carried_state as carried_state_module
 
 pytestmark = pytest.mark.versions
 
@@ -259,3 +262,69 @@ def test_plain_gradients_warn_and_are_right(recwarn):
     grads = jax.grad(lambda params: 2.0**-30 * loss_of(model)({**variables, "params": params}, X))(variables["params"])
     assert any("differentiated without" in str(warning.message) for warning in recwarn)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def carried(**fields):
+    return functools.partial(
+        nn.Dense, dot_general_cls=product(overwrite_with_gradient=True), dtype=jnp.bfloat16, use_bias=False, **fields
+    )
+
+
+class ScannedCarried(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes: dict = {"params": 0, "_overwrite_with_gradient": 0}
+        return nn.scan(MLP, variable_axes=axes, split_rngs={"params": True}, length=3)(carried(), True)(x, None)
+
+
+def losses_of_flaxs_own_step(model, variables, by_state=True, steps=12):
+    """With Flax's TrainState, which puts the gradient of the state in its place; and the last variables."""
+    keep = variables if by_state else {"params": variables["params"]}
+    state = train_state.TrainState.create(apply_fn=model.apply, params=keep, tx=optax.adam(1e-2))
+
+    @jax.jit
+    def step(state):
+        loss, grads = jax.value_and_grad(lambda kept: loss_of(model)({**variables, **kept}, X))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for _ in range(steps):
+        state, loss = step(state)
+        losses.append(float(loss))
+    return losses, state.params
+
+
+@pytest.mark.parametrize(
+    "model", [MLP(carried()), MLP(carried(), remat=True), ScannedCarried()], ids=["", "remat", "scan"]
+)
+def test_flaxs_own_train_state_carries_the_state(model):
+    variables = model.init(jax.random.key(2), X)
+    assert sorted(variables) == ["_overwrite_with_gradient", "params"]
+    losses, last = losses_of_flaxs_own_step(model, variables)
+    assert losses[-1] < 0.8 * losses[0]
+    found = histories(last["_overwrite_with_gradient"])
+    assert found and all(np.all(np.asarray(leaf)[..., 1:] > 0) for leaf in found)
+    assert all(np.all(np.asarray(leaf)[..., 0] == 0) for leaf in found)
+
+
+def test_a_step_that_keeps_the_state_out_of_its_gradients_scales_by_own_amaxes():
+    model = MLP(carried(param_dtype=jnp.bfloat16))  # so that both read the same kernel
+    variables = model.init(jax.random.key(2), X)
+    carried_state_module._warn_not_carried.cache_clear()
+    with pytest.warns(UserWarning, match="not by its state"):
+        losses, _ = losses_of_flaxs_own_step(model, variables, by_state=False)
+    current = MLP(theirs(fp8.CurrentScaling(), use_bias=False, param_dtype=jnp.bfloat16))
+    expected, _ = losses_of_flaxs_own_step(current, {"params": variables["params"]})
+    assert losses == expected
+
+
+def test_a_carried_state_is_refused_by_the_name_of_the_layer():
+    variables = MLP(carried()).init(jax.random.key(2), X)
+
+    def other(**fields):
+        return MLP(functools.partial(nn.Dense, use_bias=False, dot_general_cls=product(**fields)))
+
+    with pytest.raises(ValueError, match=r"in: the state of a product with DelayedScaling must have amax_history"):
+        other(recipe=fp8.DelayedScaling(), overwrite_with_gradient=True).apply(variables, X)
+    with pytest.raises(ValueError, match="overwrite_with_gradient must be True or False"):
+        other(overwrite_with_gradient="yes").init(jax.random.key(2), X)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jax_fp8.nnx.einsum_dims import EinsumDims
+from jax_fp8.ops.einsum_dims import EinsumDims
 
 SIZES = {"B": 2, "T": 3, "S": 3, "D": 4, "N": 5, "H": 6, "C": 2, "K": 3}
 # The einsum, and the dims of the input.

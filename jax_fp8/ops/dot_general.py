@@ -85,7 +85,7 @@ def dot_general(
       rhs: the kernel. The product of its columns, which are neither contracted nor batch dims, must be one too.
       dimension_numbers: as of `lax.dot_general`. With batch dims it is a grouped GEMM.
       precision: None, or another form of the default.
-      preferred_element_type: of the result: bfloat16, float16 or float32. None is the result type of both operands.
+      preferred_element_type: of the result, bfloat16, float16 or float32; None is the result type of both operands.
       recipe: how tensors are quantized.
       state: of `init_state`, or its gradient in the last step.
 
@@ -132,7 +132,7 @@ def einsum(
       The result of the einsum.
 
     Raises:
-      ValueError: as `dot_general`; or if the einsum is no product of matrices, or the operands have other dims.
+      ValueError: as `dot_general`, or if the einsum is no product of matrices, or the operands have other dims.
 
     Example:
       >>> import jax.numpy as jnp
@@ -165,9 +165,8 @@ def einsum_of(
             f"{layer} in FP8 takes a product of matrices, of an input and a kernel, but {error}, got "
             f"{describe(lhs)} and {describe(rhs)}; use jnp.einsum here"
         ) from None
-    batch, of_kernel = len(dims.batch), (dims.kernel.index(label) for label in dims.contracted)
-    batch_of_kernel = tuple(dims.kernel.index(label) for label in dims.batch)
-    numbers = (tuple(contracted), tuple(of_kernel)), (tuple(rows[:batch]), batch_of_kernel)
+    of_kernel, batch_of_kernel = (tuple(map(dims.kernel.index, labels)) for labels in (dims.contracted, dims.batch))
+    numbers = (tuple(contracted), of_kernel), (tuple(rows[: len(batch_of_kernel)]), batch_of_kernel)
     y = product(layer, lhs, rhs, numbers, precision, preferred_element_type, recipe, state)
     # The columns of `product` are in the order of the kernel, those of the einsum in the order of its result.
     in_kernel = [label for label in dims.kernel if label in dims.columns]
@@ -198,9 +197,10 @@ def product(
         )
     dims = ProductDims.of(layer, lhs, rhs, dimension_numbers)
     check_multiples_of_16(layer, dims.contracted, (dims.columns,))
-    multiply = CarriedGemm(_MatrixProduct(dtype, dims.groups), recipe, layer)
-    y = multiply((dims.left(lhs), dims.right(rhs)), _checked(layer, recipe, state))
-    return y.reshape(dims.result)
+    gemm = CarriedGemm(_MatrixProduct(dtype, dims.groups), recipe, layer)
+    y = gemm((dims.left(lhs), dims.right(rhs)), _checked(layer, recipe, state))
+    # A barrier: in a loop over layers that keeps results, XLA would run each GEMM twice, once for what is kept.
+    return lax.optimization_barrier(y).reshape(dims.result)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import h200
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jax_fp8 as fp8
 
@@ -13,16 +14,16 @@ RECIPE = fp8.DelayedScaling()
 LAYERS = 3
 
 
-def compiled(by_state, recipe=RECIPE, remat=True):
+def compiled(by_state, recipe=RECIPE, policy=None):
     """Gradients of layers under `lax.scan`, as MaxText takes them."""
 
     def layer(x, of):
         kernel, state = of
         y = fp8.einsum("TD,DM->TM", x, kernel.astype(x.dtype), recipe=recipe, state=state)
-        return jax.nn.silu(y), None
+        return jax.nn.silu(checkpoint_name(y, "product")), None
 
     def loss(kernels, states, x):
-        y, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (kernels, states))
+        y, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, (kernels, states))
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
     kernels = jnp.zeros((LAYERS, 1024, 1024))
@@ -45,6 +46,14 @@ def test_one_launch_moves_the_state_of_a_layer():
     assert not any("amax" in target for target in calls)  # no tensor is read for its amax alone
     assert len(program.gemms_of("f8e4m3fn", "f8e5m2")) == 4  # fprop twice, for remat; dgrad and wgrad
     assert len(program.gemms) == 4
+
+
+def test_a_result_that_is_kept_is_computed_once():
+    """Without a barrier behind the product XLA would compute it twice in the forward, once for the array of all layers
+    that keeps it; as it does with its own GEMMs.
+    """
+    program = compiled(by_state=True, policy=jax.checkpoint_policies.save_only_these_names("product"))
+    assert len(program.gemms) == 3
 
 
 def test_without_the_state_every_tensor_is_read_for_its_amax():

@@ -9,9 +9,12 @@ checkpoint was read. Ends with one line per group of checks, and with exit code 
 """
 
 import io
+import os
 import sys
 import warnings
 from pathlib import Path
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import equinox as eqx
 import jax
@@ -269,7 +272,24 @@ def check_controls(report: Report):
         report.expect("controls", "multiple of 16, got 1" in str(error), str(error))
 
 
-CHECKS = [check_layers, check_training, check_states, check_accumulation, check_files, check_controls]
+def check_mesh(report: Report):
+    """Batches split over four devices, params on each of them."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    data = [jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("data"))) for tokens in batches(6)]
+    for recipe in (RECIPES["delayed"], RECIPES["current"]):
+        alone, _, _ = train(make(recipe), batches(6))
+        model = make(recipe)
+        arrays, static = eqx.partition(model, eqx.is_array)
+        placed = eqx.combine(jax.device_put(arrays, jax.NamedSharding(mesh, jax.P())), static)
+        losses, model, _ = train(placed, data)
+        off = max(abs(a / b - 1) for a, b in zip(losses, alone, strict=True))
+        report.worst[f"of a loss over a mesh, {type(recipe).__name__}, relative"] = off
+        report.expect("mesh", off < 5e-3 and len(data[0].sharding.device_set) == 4, f"{losses} instead of {alone}")
+        filled = [bool((state.amax_history[:, -6:] > 0).all()) for state in states_of(model)]
+        report.expect("mesh", all(filled) and bool(filled) == recipe.has_state, f"histories {filled}")
+
+
+CHECKS = [check_layers, check_training, check_states, check_accumulation, check_files, check_controls, check_mesh]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -196,6 +196,16 @@ def check_adapters_of_qwix(report: Report):
 def check_training(report: Report):
     expected = train(llama())
     report.expect("learns", expected[-1] < 0.6 * expected[0] and len(expected) == STEPS, f"{expected}")
+    inputs = model_inputs(arithmetic_rows(1)[0])
+    call = inputs["input_tokens"], inputs["positions"], None, inputs["attention_mask"]
+    rule = qwix.QtRule(
+        module_path=".*(attn|mlp).*", weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn,
+        bwd_qtype=jnp.float8_e5m2,
+    )  # fmt: skip
+    theirs = train(qwix.quantize_model(llama(), qwix.QtProvider([rule]), *call))
+    off = max(abs(a / b - 1) for a, b in zip(theirs, expected, strict=True))
+    report.worst["of a loss, qwix's own FP8 in Tunix, relative"] = off
+    report.expect("controls", 0 < off < 3 * CLOSE, f"qwix's own FP8: {theirs}")
     for name, recipe in RECIPES.items():
         model = llama(recipe)
         losses = train(model, recipe)

@@ -107,16 +107,24 @@ def main(argv: Sequence[str] | None = None) -> None:
       >>> launch.__name__
       'launch'
     """
-    argv = [*(sys.argv[1:] if argv is None else argv)]
-    (layers, argv), needed = _taken_out(argv, OPTION), f"{OPTION} must be one of {', '.join(RECIPES)}"
-    head, argv = _taken_out(argv, HEAD_OPTION)
-    if layers not in RECIPES:
-        raise ValueError(f"{needed}, got {layers or 'none'}; start MaxText's own program for others")
-    if head is not None and head not in RECIPES:
-        raise ValueError(f"{HEAD_OPTION} must be one of {', '.join(RECIPES)}, got {head}; leave it out for bfloat16")
+    recipe, head, others = _read(sys.argv[1:] if argv is None else argv)
     train = imported("maxtext.trainers.pre_train.train", "maxtext")
-    use(RECIPES[layers](), None if head is None else RECIPES[head]())
-    train.main(["", *argv, f"{OPTION}{STANDS_FOR}"])
+    use(recipe, head)
+    train.main(["", *others, f"{OPTION}{STANDS_FOR}"])
+
+
+def _read(argv: Sequence[str]) -> tuple[Recipe, Recipe | None, list[str]]:
+    """The recipes of layers and head that arguments ask for, and the other arguments."""
+    layers, argv = _taken_out(argv, OPTION)
+    head, argv = _taken_out(argv, HEAD_OPTION)
+    names = ", ".join(RECIPES)
+    if layers not in RECIPES:
+        raise ValueError(
+            f"{OPTION} must be one of {names}, got {layers or 'none'}; start MaxText's own program for others"
+        )
+    if head is not None and head not in RECIPES:
+        raise ValueError(f"{HEAD_OPTION} must be one of {names}, got {head}; leave it out for bfloat16")
+    return RECIPES[layers](), None if head is None else RECIPES[head](), argv
 
 
 def _taken_out(argv: Sequence[str], option: str) -> tuple[str | None, list[str]]:
@@ -187,12 +195,12 @@ class ExpertEinsum(nn.Module):
     def __call__(self, subscripts: str, lhs: jax.Array, rhs: jax.Array, **options: PyTree) -> jax.Array:
         state = carried_state(self, self.recipe, rhs)
         lhs, rhs = lhs.astype(self.dtype), rhs.astype(self.dtype)
-        if self.is_initializing() or not _fits(subscripts, lhs, rhs):
+        if self.is_initializing() or not _fits(subscripts, rhs):
             return jnp.einsum(subscripts, lhs, rhs)
         return einsum_of(self.name or "einsum", subscripts, lhs, rhs, self.recipe, state)
 
 
-def _fits(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> bool:
+def _fits(subscripts: str, rhs: jax.Array) -> bool:
     """Whether an einsum is one of an input and kernels (experts, in, out) whose sizes fit. MaxText's masks, which send
     tokens to experts and back, have more dims.
     """
@@ -204,8 +212,7 @@ def _fits(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> bool:
         return False
     sizes = dict(zip(dims.kernel, rhs.shape, strict=True))
     k, columns = (math.prod(sizes[label] for label in labels) for labels in (dims.contracted, dims.columns))
-    rows = lhs.size // math.prod(sizes[label] for label in (*dims.batch, *dims.contracted))
-    return why_not_sizes(k, columns) is None and not rows % 16
+    return why_not_sizes(k, columns) is None
 
 
 # ---- what is replaced in MaxText -------------------------------------------------------------------------------------
@@ -297,7 +304,8 @@ def _products_of(module: nnx.Module) -> Iterator[tuple[str, str | None]]:
         is_sparse = module.config.sparse_matmul  # type: ignore[attr-defined]
         for name, einsum in einsums.items():
             if isinstance(einsum.to_nnx__module, ExpertEinsum) and name.startswith("w"):
-                yield name, "a ragged product of sparse_matmul=true" if is_sparse else None
+                sizes = getattr(module, name).shape[-2:]
+                yield name, "a ragged product of sparse_matmul=true" if is_sparse else why_not_sizes(*sizes)
         return
     params = [value for value in vars(module).values() if isinstance(value, nnx.Param)]
     is_norm = "Norm" in type(module).__name__  # whose scales have two dims where layers are stacked
@@ -306,4 +314,9 @@ def _products_of(module: nnx.Module) -> Iterator[tuple[str, str | None]]:
 
 
 if __name__ == "__main__":
+    try:
+        _read(sys.argv[1:])
+        imported("maxtext", "maxtext")
+    except (ValueError, ImportError) as mistake:  # of the command line; errors of a run keep their traceback
+        sys.exit(f"jax_fp8.integrations.maxtext: {mistake}")
     main()

@@ -100,6 +100,11 @@ class DotGeneral(nn.Module):
         if recipe is None:
             return lax.dot_general(x, kernel, dimension_numbers, precision, preferred_element_type)
         if self.overwrite_with_gradient:
+            if self.recompute:
+                raise ValueError(
+                    f"{self._layer}: recompute must be False with overwrite_with_gradient, got both; leave one out, or "
+                    "put nn.remat around the layer"
+                )
             state = carried_state(self, recipe, kernel)
             return product(self._layer, x, kernel, dimension_numbers, precision, preferred_element_type, recipe, state)
         if len(dimension_numbers[1][0]):

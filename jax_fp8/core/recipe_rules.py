@@ -117,6 +117,8 @@ def check_rules(rules: Mapping[str, Recipe | None]) -> None:
                 f"rules must have regular expressions of paths as keys, got {pattern!r} ({error}); pass strings such "
                 'as ".*/mlp/.*"'
             ) from None
-        if isinstance(own, Mapping):
-            raise ValueError(f"the rule {pattern!r} must lead to a recipe or None, got {describe(own)}; pass a recipe")
-        check_recipe(own)
+        if own is not None and not isinstance(own, Recipe):
+            raise ValueError(
+                "recipe must be a recipe such as DelayedScaling(...), None or rules that lead to these, got "
+                f"{describe(rules)}, whose {pattern!r} leads to {describe(own)}; pass recipes"
+            )

@@ -8,10 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import Dtype
 from jax.core import Tracer
 
-from jax_fp8.core.checks import check_integer, check_number, describe, is_array
-from jax_fp8.core.types import Batch
+from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
+from jax_fp8.core.formats import E4M3
+from jax_fp8.core.types import Batch, PyTree
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.config_checks import DROPOUT_RATES
 from jax_fp8.nn.checks import check_dtype, check_padding
@@ -233,6 +235,24 @@ def check_stops(stop_tokens: Sequence[int], vocab: int) -> np.ndarray:
         raise ValueError(f"stop_tokens must be integers, got {stop_tokens!r}; pass a list of tokens, such as [0]")
     _check_vocabulary("stop_tokens", stops, vocab)
     return stops.astype(np.int32)
+
+
+def check_kv_cache_dtype(dtype: Dtype | None) -> None:
+    """Raise unless keys and values can be cached in this dtype."""
+    if dtype is not None and dtype != E4M3:
+        raise ValueError(
+            f"kv_cache_dtype must be None, for the model's dtype, or jax_fp8.E4M3, got {dtype!r}; pass one of these"
+        )
+
+
+def check_stream(stream: bool, arrays: PyTree) -> None:
+    """Raise unless tokens of these arrays can be handed to the caller as they come."""
+    check_bool("stream", stream)
+    if stream and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
+        raise ValueError(
+            "stream=True hands tokens to the host, which a traced function cannot do, got traced arrays; call generate "
+            "outside of jax.jit, or with stream=False"
+        )
 
 
 def is_known(array: Tokens) -> bool:

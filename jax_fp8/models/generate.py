@@ -4,17 +4,22 @@
 
 It is one program. It casts the weights, reads the prompts, and then runs a loop whose body reads one token of each row.
 The loop casts no weights, so a token costs one read of the weights and of the cache. The program reads the FP8 state
-and never writes it. Prompts are padded to a power of two (with which tokens: see ops/cached_attention.py), so one
-program serves prompts of many lengths.
+and never writes it. After every `BLOCK` tokens the program looks whether all rows have ended: on a GPU the host waits
+for the answer, which would cost time after every token.
+
+Few programs serve many calls. Prompts are padded to a power of two (with which tokens: see ops/cached_attention.py),
+and the caches have room for a rounded number of new tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from typing import Literal, NamedTuple, overload
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import Dtype
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -22,14 +27,59 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.ids import as_ids
 from jax_fp8.core.types import PyTree, Variables
-from jax_fp8.models.checks import Tokens, check_can_generate, check_choice, check_prompts, check_stops
+from jax_fp8.models.checks import (
+    Tokens,
+    check_can_generate,
+    check_choice,
+    check_kv_cache_dtype,
+    check_prompts,
+    check_stops,
+    check_stream,
+)
+from jax_fp8.models.decoder import Choice, Decoder, Turn
 from jax_fp8.models.gpt import GPT
-from jax_fp8.models.reader import Caches, Reader
-from jax_fp8.models.sampling import choose_tokens
-from jax_fp8.ops.cached_attention import is_token
+from jax_fp8.models.reader import Caches
 
 FEWEST_SLOTS = 16  # of prompts, padding included
-Carry = tuple[jax.Array, Caches, jax.Array]  # of the loop: new tokens, caches, which rows have ended
+BLOCK = 8  # tokens of each row, between two looks at whether all rows have ended
+LONG = 128  # up to so many new tokens caches have room for a power of two, above for a multiple of it
+Carry = tuple[jax.Array, Turn, Caches]  # of the loop; with all new tokens
+
+
+@overload
+def generate(
+    model: GPT,
+    variables: Variables,
+    prompt: Tokens,
+    *,
+    max_new_tokens: int,
+    lengths: Tokens | list[int] | tuple[int, ...] | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    key: jax.Array | None = None,
+    kv_cache_dtype: Dtype | None = None,
+    stream: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def generate(
+    model: GPT,
+    variables: Variables,
+    prompt: Tokens,
+    *,
+    max_new_tokens: int,
+    lengths: Tokens | list[int] | tuple[int, ...] | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    key: jax.Array | None = None,
+    kv_cache_dtype: Dtype | None = None,
+    stream: Literal[True],
+) -> Iterator[np.ndarray]: ...
 
 
 def generate(
@@ -44,16 +94,19 @@ def generate(
     top_p: float | None = None,
     stop_tokens: Sequence[int] = (),
     key: jax.Array | None = None,
-) -> jax.Array:
+    kv_cache_dtype: Dtype | None = None,
+    stream: bool = False,
+) -> jax.Array | Iterator[np.ndarray]:
     """Continue each prompt with new tokens, from a cache of keys and values.
 
-    The program is compiled once for each model, batch size, power of two that prompts fit into, `max_new_tokens`,
-    `top_k`, and way to choose tokens (most likely, sampled, sampled with `top_p`). Other lengths, temperatures and stop
-    tokens use the same program.
+    The program is compiled once for each model, batch size, power of two that prompts fit into, rounded number of new
+    tokens (a power of two up to 128, above that a multiple of 128), `top_k`, `kv_cache_dtype` and way to choose tokens
+    (most likely, sampled, sampled with `top_p`). Other lengths, temperatures and stop tokens use the same program.
 
     Args:
       model: a `GPT`.
       variables: "params", and "fp8" where the recipe has state, as in `TrainState.variables`; may lie on a mesh.
+        Frozen weights, "fp8_frozen", are in FP8 already, and not cast again.
       prompt: integers (batch, seq), at least one token each. With `lengths`, rows end in padding of any value. A number
         outside of the vocabulary is refused; in a traced array it makes logits NaN instead.
       max_new_tokens: the longest prompt and all new tokens but the last must fit into the model's `max_seq_len`, also
@@ -66,13 +119,17 @@ def generate(
       stop_tokens: a row ends with the first of these, and repeats it to the end. When all rows have ended, the program
         stops.
       key: needed to sample: one random key, into which the number of each row is folded, or keys (batch,).
+      kv_cache_dtype: None keeps keys and values in the model's `dtype`; `jax_fp8.E4M3` in one byte, each key and value
+        of a head with a scale of its own.
+      stream: return an iterator over the tokens as they come, each i32[batch] in the host's memory. It computes the
+        next tokens while the caller looks at the last ones, and ends when all rows have ended.
 
     Returns:
-      The new tokens, i32[batch, max_new_tokens].
+      The new tokens, i32[batch, max_new_tokens]; with `stream` the iterator.
 
     Raises:
-      ValueError: if `model` is not a GPT, a prompt does not fit it, a setting has another value, or `temperature` is
-        above 0 without a key.
+      ValueError: if `model` is not a GPT, a prompt does not fit it, a setting has another value, `temperature` is above
+        0 without a key, or `stream` is used inside of `jax.jit`.
 
     Example:
       >>> import jax
@@ -83,28 +140,51 @@ def generate(
       >>> variables = jax.jit(model.init)(jax.random.key(0), prompt)
       >>> fp8.generate(model, variables, prompt, max_new_tokens=4).shape
       (2, 4)
+      >>> [tokens.shape for tokens in fp8.generate(model, variables, prompt, max_new_tokens=2, stream=True)]
+      [(2,), (2,)]
     """
     check_can_generate(model, variables)
     prompt, lengths = check_prompts(model.config, prompt, lengths, max_new_tokens)
     batch, seq = prompt.shape
     check_choice(temperature, top_k, top_p, key, batch)
+    check_kv_cache_dtype(kv_cache_dtype)
     stops = check_stops(stop_tokens, model.config.vocab_size)
+    check_stream(stream, (variables, prompt, lengths))
     slots = max(FEWEST_SLOTS, 1 << (seq - 1).bit_length())
     slots = max(seq, min(slots, model.config.max_seq_len))
     is_sampled = temperature > 0
-    program = _program(_replicated(variables))
-    return program(
-        model,
-        int(max_new_tokens),
-        int(top_k) if is_sampled and top_k is not None else None,
-        nn.unbox({name: variables[name] for name in ("params", "fp8", FROZEN) if name in variables}),
-        _padded(prompt, slots),
-        as_ids(lengths),
-        _row_keys(key, batch) if is_sampled and key is not None else None,
-        np.float32(temperature),
-        np.float32(top_p) if is_sampled and top_p is not None else None,
-        stops,
+    choice = Choice(
+        keys=_row_keys(key, batch) if is_sampled and key is not None else None,
+        temperature=np.float32(temperature),
+        top_p=np.float32(top_p) if is_sampled and top_p is not None else None,
+        stops=stops,
+        top_k=int(top_k) if is_sampled and top_k is not None else None,
     )
+    mesh_wide = _replicated(variables)
+    programs = _programs(mesh_wide)
+    static = model, _room(int(max_new_tokens)), None if kv_cache_dtype is None else np.dtype(kv_cache_dtype)
+    own = nn.unbox({name: variables[name] for name in ("params", "fp8", FROZEN) if name in variables})
+    arguments = *static, own, _padded(prompt, slots), as_ids(lengths), choice
+    if stream:
+        _check_can_stream(mesh_wide)
+        return _stream(programs, arguments, int(max_new_tokens), stops)
+    return programs.whole(*arguments, np.int32(max_new_tokens))[:, :max_new_tokens]
+
+
+def _check_can_stream(result: NamedSharding | None) -> None:
+    if result is not None and _has_explicit_axes(result):
+        raise ValueError(
+            f"stream=True needs variables on a mesh with Auto axes, got {result.mesh}; make the mesh with "
+            "axis_types=(jax.sharding.AxisType.Auto, ...), or pass stream=False"
+        )
+
+
+def _room(new_tokens: int) -> int:
+    """For how many new tokens of each row a program has room: the first one and whole blocks."""
+    further = new_tokens - 1
+    if further == 0:
+        return 1
+    return 1 + (max(BLOCK, 1 << (further - 1).bit_length()) if further <= LONG else -(-further // LONG) * LONG)
 
 
 def _padded(prompt: Tokens, slots: int) -> Tokens:
@@ -128,66 +208,85 @@ def _replicated(variables: Variables) -> NamedSharding | None:
     return None
 
 
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+class _Programs(NamedTuple):
+    whole: Callable[..., jax.Array]  # everything
+    begin: Callable[..., tuple[Decoder, Turn, Caches]]  # reads the prompts
+    advance: Callable[
+        ..., tuple[Turn, Caches]
+    ]  # reads one token of each row, and writes it into the caches it is given
+
+
 @cache
-def _program(result: NamedSharding | None) -> Callable[..., jax.Array]:
-    return jax.jit(partial(_generate_on, result), static_argnums=(0, 1, 2), out_shardings=result)
+def _programs(result: NamedSharding | None) -> _Programs:
+    """The programs for variables on a mesh, where each device is to have the whole `result`."""
+    static = 0, 1, 2
+    return _Programs(
+        whole=jax.jit(partial(_generate_on, result), static_argnums=static, out_shardings=result),
+        begin=jax.jit(Decoder.begin, static_argnums=static, out_shardings=(None, result, None)),
+        advance=jax.jit(Decoder.advance, donate_argnums=1, out_shardings=(result, None)),
+    )
+
+
+def _stream(programs: _Programs, arguments: tuple, new_tokens: int, stops: np.ndarray) -> Iterator[np.ndarray]:
+    """The tokens of each turn. The next turn is under way before the caller gets the tokens of this one."""
+    decoder, turn, caches = programs.begin(*arguments)
+    ended = np.zeros(turn.tokens.shape, bool)
+    for step in range(new_tokens):
+        tokens = turn.tokens
+        if step + 1 < new_tokens:
+            turn, caches = programs.advance(decoder, caches, turn)
+        found = np.asarray(tokens)
+        yield found
+        ended |= np.isin(found, stops)
+        if ended.all():
+            return
 
 
 def _generate_on(
-    result: NamedSharding | None, model: GPT, max_new_tokens: int, top_k: int | None, *arrays: PyTree
+    result: NamedSharding | None,
+    model: GPT,
+    room: int,
+    kv_cache_dtype: np.dtype | None,
+    *arrays: PyTree,
 ) -> jax.Array:
     """`_generate`; Explicit axes of the variables' mesh are made Auto, so that the compiler splits the program."""
-    run = partial(_generate, model, max_new_tokens, top_k)
-    if result is None or AxisType.Explicit not in result.mesh.axis_types:
+    run = partial(_generate, model, room, kv_cache_dtype)
+    if result is None or not _has_explicit_axes(result):
         return run(*arrays)
     split: Callable = jax.sharding.auto_axes(run, axes=result.mesh.axis_names, out_sharding=result)
     return split(*arrays)
 
 
+def _has_explicit_axes(sharding: NamedSharding) -> bool:
+    return AxisType.Explicit in sharding.mesh.axis_types
+
+
 def _generate(
     model: GPT,
-    max_new_tokens: int,
-    top_k: int | None,
+    room: int,
+    kv_cache_dtype: np.dtype | None,
     variables: Variables,
     prompt: jax.Array,
     lengths: jax.Array,
-    keys: jax.Array | None,
-    temperature: jax.Array,
-    top_p: jax.Array | None,
-    stops: jax.Array,
+    choice: Choice,
+    new_tokens: jax.Array,
 ) -> jax.Array:
-    """The program of `generate`, for padded prompts."""
-    slots = prompt.shape[1]
-    prompt = jnp.where(is_token(lengths, slots), prompt, prompt[:, :1])
-    reader = Reader.for_prompts(model, variables, lengths, slots)
+    """The program of `generate`: tokens i32[batch, room], of which the first `new_tokens` are asked for."""
+    decoder, turn, caches = Decoder.begin(model, room, kv_cache_dtype, variables, prompt, lengths, choice)
+    generated = jnp.zeros((prompt.shape[0], room), jnp.int32).at[:, 0].set(turn.tokens)
 
-    def choose(logits: jax.Array, step: jax.Array) -> jax.Array:
-        step_keys = None if keys is None else jax.vmap(partial(jax.random.fold_in, data=step))(keys)
-        return choose_tokens(logits, step_keys, temperature, top_k, top_p)
+    def add_token(_: int, carry: Carry) -> Carry:
+        generated, turn, caches = carry
+        turn, caches = decoder.advance(caches, turn)
+        return lax.dynamic_update_slice_in_dim(generated, turn.tokens[:, None], turn.step, axis=1), turn, caches
 
-    def add_token(step: jax.Array, carry: Carry) -> Carry:
-        """Read the new token before `step`, and choose the one of `step`."""
-        generated, caches, ended = carry
-        last = lax.dynamic_slice_in_dim(generated, step - 1, 1, axis=1)
-        logits, caches = reader.read(last, caches, step - 1)
-        token = jnp.where(ended, last[:, 0], choose(logits, step))
-        generated = lax.dynamic_update_slice_in_dim(generated, token[:, None], step, axis=1)
-        return generated, caches, ended | _is_among(token, stops)
+    def is_wanted(carry: Carry) -> jax.Array:
+        return (carry[1].step + 1 < new_tokens) & ~jnp.all(carry[1].ended)
 
-    logits, caches = reader.read(prompt, reader.empty_caches(max_new_tokens - 1), None)
-    token = choose(logits, jnp.int32(0))
-    generated = jnp.zeros((prompt.shape[0], max_new_tokens), jnp.int32).at[:, 0].set(token)
-    start = generated, caches, _is_among(token, stops)
-    if not stops.size:  # the length of the loop is known, so the host does not wait for the device in each turn
-        return lax.fori_loop(1, max_new_tokens, add_token, start)[0]
-    count, (generated, _, _) = lax.while_loop(
-        lambda carry: (carry[0] < max_new_tokens) & ~jnp.all(carry[1][2]),
-        lambda carry: (carry[0] + 1, add_token(*carry)),
-        (jnp.int32(1), start),
-    )
-    last = lax.dynamic_slice_in_dim(generated, count - 1, 1, axis=1)
-    return jnp.where(jnp.arange(max_new_tokens)[None] < count, generated, last)
-
-
-def _is_among(tokens: jax.Array, stops: jax.Array) -> jax.Array:
-    return jnp.any(tokens[:, None] == stops[None], axis=1)
+    if room > 1:
+        add_block = partial(lax.fori_loop, 0, BLOCK, add_token)
+        generated, turn, _ = lax.while_loop(is_wanted, add_block, (generated, turn, caches))
+    return jnp.where(jnp.arange(room)[None] <= turn.step, generated, turn.tokens[:, None])

@@ -1,11 +1,12 @@
 """A GPT for generation: new tokens and the caches of earlier ones → logits after the last token, and longer caches.
 
 `Reader.for_prompts` casts the weights once: kernels to FP8, as `model.apply` would, or to `dtype`, and biases to
-`dtype`. It also joins kernels that stand side by side. So a loop around `read` casts activations alone.
+`dtype`. It also joins kernels that stand side by side. So a loop around `read` casts activations alone. A reader is a
+tree of arrays, which one program may return and another take.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import flax.linen as nn
@@ -24,6 +25,7 @@ from jax_fp8.core.paths import (
     map_with_names,
     put_at_path,
 )
+from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recipe_rules import recipe_at
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
@@ -33,14 +35,15 @@ from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 from jax_fp8.nn.attention import KV_CACHE, PROJECTIONS
 from jax_fp8.nn.gemm import shared_fields
-from jax_fp8.ops.cached_attention import KeyValueCache, positions_of
+from jax_fp8.ops.cached_attention import KeyValueCache, Slots, empty_slots, positions_of
 from jax_fp8.ops.gemm_residual import as_one_array
 from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead, finished_logits
 from jax_fp8.ops.parameters import joined, split_columns
 from jax_fp8.ops.passes import CAST_SCOPE, cast_weight
 from jax_fp8.ops.weights import cast_gemms, ready_for_loop
 
-Caches = dict[str, tuple[jax.Array, jax.Array]]  # keys and values of each layer: see KeyValueCache
+Caches = dict[str, tuple[Slots, Slots]]  # keys and values of each layer: see KeyValueCache
+STATIC = {"static": True}
 
 
 class _Body(GPT):
@@ -57,26 +60,28 @@ class _Body(GPT):
         return self._normalize(jnp.take_along_axis(x, last[:, None, None], axis=1))
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Reader:
     """A model with its weights cast, for prompts of these lengths i32[batch], padded to `prompt_slots`."""
 
-    body: _Body
+    body: _Body = field(metadata=STATIC)
     weights: "_Weights"
-    head: Callable[[jax.Array], jax.Array]
+    head: "_Head"
     lengths: jax.Array
-    prompt_slots: int
+    prompt_slots: int = field(metadata=STATIC)
 
     @classmethod
     def for_prompts(cls, model: GPT, variables: Variables, lengths: jax.Array, prompt_slots: int) -> "Reader":
         body, weights = _Body(**shared_fields(model, GPT)), _Weights.cast_from(model, variables)
-        return cls(body, weights, _make_head(model, variables["params"]), lengths, prompt_slots)
+        return cls(body, weights, _Head.cast_from(model, variables["params"]), lengths, prompt_slots)
 
-    def empty_caches(self, new_slots: int) -> Caches:
-        """Caches with room for the prompts, and for so many new tokens of each row."""
+    def empty_caches(self, new_slots: int, dtype: jax.typing.DTypeLike | None = None) -> Caches:
+        """Caches with room for the prompts and so many new tokens of each row; in `dtype`, or that of the model."""
         config, batch = self.body.config, self.lengths.shape[0]
         slots = self.prompt_slots + new_slots
-        empty = jnp.zeros((batch, config.kv_heads, slots, config.features_of_head), self.body.dtype)
+        shape = batch, config.kv_heads, slots, config.features_of_head
+        empty = empty_slots(shape, self.body.dtype if dtype is None else dtype)
         return {f"layer_{index}": (empty, empty) for index in range(config.num_layers)}
 
     def read(self, tokens: jax.Array, caches: Caches, step: jax.Array | None) -> tuple[jax.Array, Caches]:
@@ -98,10 +103,11 @@ class Reader:
         x, written = self.body.apply(variables, tokens, positions, last, mutable=[KV_CACHE])  # type: ignore[misc]
         layers: PyTree = written[KV_CACHE]
         new_caches = {name: layers[name]["attention"]["slots"] for name in caches}
-        logits = self.head(x)[:, 0].astype(jnp.float32)
+        logits = self.head.logits(x)[:, 0].astype(jnp.float32)
         return logits, {name: (cache.key, cache.value) for name, cache in new_caches.items()}
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Weights:
     """The cast weights of the layers.
@@ -115,7 +121,7 @@ class _Weights:
 
     params: dict[str, PyTree]
     joined: dict[LayerPath, dict[str, jax.Array]]
-    widths: dict[LayerPath, tuple[int, ...]]
+    widths: tuple[tuple[LayerPath, tuple[int, ...]], ...] = field(metadata=STATIC)
     fp8: dict[str, PyTree]
 
     @classmethod
@@ -140,16 +146,16 @@ class _Weights:
             if (weight := frozen_weight(variables.get(FROZEN, {}), gemm)) is not None:
                 put_at_path(frozen, gemm, {"kernel": replace(weight, columnwise=as_one_array(weight.columnwise))})
         collections = {"fp8": state, "fp8_cache": cast, FROZEN: frozen}
-        return cls(dict(params), joined_arrays, widths, collections)
+        return cls(dict(params), joined_arrays, tuple(widths.items()), collections)
 
     def variables(self) -> dict[str, PyTree]:
         """For `apply`. It cuts the joined arrays into the params of layers, and their op joins these again. XLA cancels
         the one against the other.
         """
-        parts = {}
+        parts, widths = {}, dict(self.widths)
         for gemm, leaves in self.joined.items():
             for leaf, array in leaves.items():
-                cut = split_columns(array, self.widths[gemm])
+                cut = split_columns(array, widths[gemm])
                 parts |= {(*path[:-1], leaf): part for path, part in zip(kernel_paths(gemm), cut, strict=True)}
         params = map_with_names(lambda path, param: parts.get(path, param), self.params)
         return {"params": params, **{name: collection for name, collection in self.fp8.items() if collection}}
@@ -178,23 +184,35 @@ def _arrays(params: PyTree, gemm: LayerPath, leaf: str) -> list[PyTree]:
     return [at_path(params, (*path[:-1], leaf)) for path in kernel_paths(gemm)]
 
 
-def _make_head(model: GPT, params: PyTree) -> Callable[[jax.Array], jax.Array]:
-    """A function from (batch, seq, hidden) to logits (batch, seq, vocab), without a gradient. In FP8 it takes any
-    number of rows.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Head:
+    """The head without a gradient. Its weight (vocab, hidden) is in the model's dtype, or in FP8 by `recipe`. In FP8 it
+    takes any number of rows.
     """
-    config, recipe = model.config, model.head_recipe
-    table = params["embedding" if config.tie_embeddings else "head"]
-    finish = partial(finished_logits, divisor=config.logit_divisor, cap=config.logit_cap)
-    if recipe is None:
-        with jax.named_scope(CAST_SCOPE):
-            plain = PlainHead(table.astype(model.dtype))
-        return lambda x: finish(plain.logits(x))
-    weight = cast_weight(table, lambda measure: recipe.cast(KERNEL, None, measure))
 
-    def head(x: jax.Array) -> jax.Array:
-        rows = as_matrix(x)
-        cast = recipe.cast(INPUT, None, partial(amax, rows))
-        operand = Fp8Operand(quantize_rowwise(rows, cast), x.shape[:-1])
-        return finish(Fp8Head(weight, cast, recipe, model.dtype).logits(operand))
+    weight: PyTree
+    config: GPTConfig = field(metadata=STATIC)
+    recipe: Recipe | None = field(metadata=STATIC)
+    dtype: jax.typing.DTypeLike = field(metadata=STATIC)
 
-    return head
+    @classmethod
+    def cast_from(cls, model: GPT, params: PyTree) -> "_Head":
+        table, recipe = params["embedding" if model.config.tie_embeddings else "head"], model.head_recipe
+        if recipe is not None:
+            weight = cast_weight(table, lambda measure: recipe.cast(KERNEL, None, measure))
+        else:
+            with jax.named_scope(CAST_SCOPE):
+                weight = table.astype(model.dtype)
+        return cls(weight, model.config, recipe, model.dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """From (batch, seq, hidden) to (batch, seq, vocab)."""
+        if self.recipe is None:
+            logits = PlainHead(self.weight).logits(x)
+        else:
+            rows = as_matrix(x)
+            cast = self.recipe.cast(INPUT, None, partial(amax, rows))
+            operand = Fp8Operand(quantize_rowwise(rows, cast), x.shape[:-1])
+            logits = Fp8Head(self.weight, cast, self.recipe, self.dtype).logits(operand)
+        return finished_logits(logits, divisor=self.config.logit_divisor, cap=self.config.logit_cap)

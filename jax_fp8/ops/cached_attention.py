@@ -9,16 +9,26 @@ same slot in all rows, so that one slice update writes it. A slot is not a posit
 
 Padding has the query, key and value of its row's first token, and gets that token's result. So in every layer padding
 repeats that token: it changes no amax, and scales are those of the prompts without padding.
+
+In FP8, each key and each value of a head has a scale of its own, from its amax. Logits are multiplied by the scales of
+keys in float32, and softmax weights by those of values.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8.core.formats import E4M3
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.ops.attention import attention
 from jax_fp8.ops.capped import capped
+
+Slots = jax.Array | Fp8Array  # keys or values (batch, kv_heads, slots, head_dim); in FP8 one scale for each slot
 
 
 @jax.tree_util.register_dataclass
@@ -27,14 +37,15 @@ class KeyValueCache:
     """The keys and values of one layer.
 
     Args:
-      key, value: (batch, kv_heads, slots, head_dim), so that a head's slots are one block of memory.
+      key, value: (batch, kv_heads, slots, head_dim), so that a head's slots are one block of memory. As `empty_slots`
+        makes them.
       lengths: i32[batch], of the prompts.
       step: i32[], the number of the new token; None while prompts are read.
       prompt_slots: slots of the prompts with their padding; static.
     """
 
-    key: jax.Array
-    value: jax.Array
+    key: Slots
+    value: Slots
     lengths: jax.Array
     step: jax.Array | None
     prompt_slots: int = field(metadata={"static": True})
@@ -42,6 +53,12 @@ class KeyValueCache:
     @property
     def positions(self) -> jax.Array:
         return positions_of(self.lengths, self.prompt_slots, self.step)
+
+
+def empty_slots(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Slots:
+    """Slots (batch, kv_heads, slots, head_dim) of zeros, in a float dtype or E4M3."""
+    values = jnp.zeros(shape, dtype)
+    return Fp8Array(values, jnp.ones((*shape[:-1], 1), jnp.float32)) if dtype == E4M3 else values
 
 
 def positions_of(lengths: jax.Array, prompt_slots: int, step: jax.Array | None) -> jax.Array:
@@ -111,8 +128,24 @@ def _seen(cache: KeyValueCache, step: jax.Array, window: int | None) -> jax.Arra
     return seen & (positions > own - window)
 
 
-def _write(slots: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(slots, new.swapaxes(1, 2).astype(slots.dtype), first, axis=2)
+def _write(slots: Slots, new: jax.Array, first: jax.Array) -> Slots:
+    """Slots with new keys or values (batch, seq, kv_heads, head_dim) from slot `first` on."""
+    new = new.swapaxes(1, 2)
+    write = partial(lax.dynamic_update_slice_in_dim, start_index=first, axis=2)
+    if not isinstance(slots, Fp8Array):
+        return write(slots, new.astype(slots.dtype))
+    scale = scale_from_amax(jnp.max(jnp.abs(new.astype(jnp.float32)), axis=-1, keepdims=True), slots.dtype)
+    values = quantize_reference(new, slots.dtype, scale)
+    return Fp8Array(write(slots.values, values), write(slots.scale, scale))
+
+
+def _read(slots: Slots, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+    """The values of slots in `dtype`, in which every FP8 value is exact; and in FP8 their scales
+    (batch, kv_heads, 1, slots).
+    """
+    if not isinstance(slots, Fp8Array):
+        return slots, None
+    return slots.values.astype(dtype), slots.scale.swapaxes(-1, -2)
 
 
 def _attend(
@@ -128,11 +161,15 @@ def _attend(
     kv_heads = cache.key.shape[1]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     into_float32 = {"preferred_element_type": jnp.float32}
-    logits = jnp.einsum("bkgd,bksd->bkgs", grouped, cache.key, **into_float32)
+    key, key_scale = _read(cache.key, query.dtype)
+    value, value_scale = _read(cache.value, query.dtype)
+    logits = jnp.einsum("bkgd,bksd->bkgs", grouped, key, **into_float32)
+    logits = logits if key_scale is None else logits * key_scale
     logits = logits / jnp.float32(head_dim**0.5) if scale is None else logits * jnp.float32(scale)
     logits = capped(logits, logit_cap)
     seen = _seen(cache, step, window)
     logits = jnp.where(seen[:, None, None, :], logits, -jnp.inf)  # at least its own
-    weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    attended = jnp.einsum("bkgs,bksd->bkgd", weights, cache.value, **into_float32)
+    weights = jax.nn.softmax(logits, axis=-1)
+    weights = weights if value_scale is None else weights * value_scale
+    attended = jnp.einsum("bkgs,bksd->bkgd", weights.astype(query.dtype), value, **into_float32)
     return attended.astype(query.dtype).reshape(query.shape)

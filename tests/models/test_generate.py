@@ -5,6 +5,7 @@ or of `CurrentScaling` with an `amax_epsilon` above all amaxes.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_fp8 as fp8
 from jax_fp8.core.paths import map_with_names
+from jax_fp8.models import decoder, reader
 from jax_fp8.models import generate as generation
-from jax_fp8.models import reader
+from jax_fp8.models.generate import BLOCK
+from jax_fp8.models.reader import Reader
 
 VOCAB, WINDOW, NEW = 64, 32, 10
 SHAPE = {"vocab_size": VOCAB, "num_layers": 1, "num_heads": 4, "hidden_size": 32, "max_seq_len": WINDOW}
@@ -135,16 +138,18 @@ def test_a_row_is_what_it_is_alone():
 
 @pytest.mark.versions
 def test_one_program_and_stops(monkeypatch, traced_anew):
-    """Lengths, temperatures and stop tokens are no part of the program; it ends with the last row."""
+    """Lengths, temperatures and stop tokens are no part of the program, nor is the number of new tokens within its
+    room; it ends with the block of the last row.
+    """
     model, counts = MODELS["learned"], {"traced": 0, "chosen": 0}
-    variables, choose = made(model), generation.choose_tokens
+    variables, choose = made(model), decoder.choose_tokens
 
     def counted(logits, *options):
         counts["traced"] += 1
         jax.debug.callback(lambda: counts.update(chosen=counts["chosen"] + 1))
         return choose(logits, *options)
 
-    monkeypatch.setattr(generation, "choose_tokens", counted)
+    monkeypatch.setattr(decoder, "choose_tokens", counted)
     options, unused = {"temperature": 0.7, "key": jax.random.key(1)}, VOCAB - 1
     free = write(model, variables, stop_tokens=[unused], **options)
     traced = counts["traced"]
@@ -164,13 +169,61 @@ def test_one_program_and_stops(monkeypatch, traced_anew):
         return counts["chosen"], found[0]
 
     whole, row = steps(unused)
-    assert whole == NEW and unused not in row
-    assert steps(row[3])[0] == list(row).index(row[3]) + 1 < NEW
+    assert whole == 1 + 2 * BLOCK and unused not in row
+    assert list(row).index(row[3]) <= BLOCK and steps(row[3])[0] == 1 + BLOCK
 
+    np.testing.assert_array_equal(
+        write(model, variables, stop_tokens=[unused], **options | {"max_new_tokens": NEW + 2})[:, :NEW], free
+    )
     write(model, variables, PROMPT[:, :13], LENGTHS - 3, stop_tokens=[7], **options)  # padded to as many
     assert counts["traced"] == traced
     write(model, variables, np.tile(PROMPT, 2)[:, :20], None, stop_tokens=[7], **options)
     assert counts["traced"] > traced  # negative control: 20 tokens are padded to 32
+
+
+@pytest.mark.versions
+def test_streamed_tokens_are_those_of_one_call(traced_anew):
+    """Each is on the host while the next is computed; an iterator need not be read to its end."""
+    model = MODELS["delayed"]
+    variables, options = made(model), {"temperature": 1.0, "key": jax.random.key(5), "lengths": LENGTHS}
+    stream = partial(fp8.generate, model, variables, PROMPT, stream=True, **options)
+    whole = write(model, variables, **options)
+    parts = list(stream(max_new_tokens=NEW))
+    assert all(isinstance(part, np.ndarray) and part.shape == (3,) for part in parts)
+    np.testing.assert_array_equal(np.stack(parts, axis=1), whole)
+    np.testing.assert_array_equal(next(stream(max_new_tokens=NEW)), whole[:, 0])
+    stops = sorted({int(row[4]) for row in whole})
+    ended = np.stack(list(stream(max_new_tokens=NEW, stop_tokens=stops)), axis=1)
+    last = max(np.isin(whole, stops).argmax(axis=1))
+    assert ended.shape[1] == last + 1 < NEW  # with the last row
+    np.testing.assert_array_equal(ended, write(model, variables, **options, stop_tokens=stops)[:, : last + 1])
+    with pytest.raises(ValueError, match=r"stream=True hands tokens to the host, .* got traced arrays; call generate"):
+        jax.jit(lambda variables: list(fp8.generate(model, variables, PROMPT, max_new_tokens=2, stream=True)))(
+            variables
+        )
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(("new", "room"), [(1, 1), (2, 9), (9, 9), (10, 17), (129, 129), (130, 257), (300, 385)])
+def test_the_room_for_new_tokens(new, room):
+    """The first token and whole blocks, so that no token is written behind the end."""
+    assert generation._room(new) == room >= new and (room - 1) % BLOCK == 0
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", ["learned", "window", "qwen"])
+def test_keys_and_values_in_fp8(name):
+    """One byte an element; tokens are those of the full pass but where two are nearly equally likely."""
+    model = MODELS[name]
+    variables = made(model)
+    in_fp8 = write(model, variables, kv_cache_dtype=fp8.E4M3)
+    assert shortfall(model, variables, in_fp8) < 0.2  # in standard deviations of logits
+    np.testing.assert_array_equal(in_fp8, write(model, variables, kv_cache_dtype=fp8.E4M3))
+    cast = jax.eval_shape(lambda: Reader.for_prompts(model, variables, LENGTHS, 16))
+    caches = [jax.eval_shape(lambda dtype=dtype: cast.empty_caches(8, dtype)) for dtype in (None, fp8.E4M3)]
+    plain, small = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(of)) for of in caches)
+    width = model.config.features_of_head
+    assert small / plain == (width + 4) / (4 * width)
 
 
 @pytest.mark.versions
@@ -185,6 +238,8 @@ def test_on_a_mesh_with_explicit_axes():
 
     on_mesh = fp8.generate(model, jax.tree.map(place, variables), PROMPT, lengths=LENGTHS, max_new_tokens=NEW)
     assert on_mesh.sharding.is_fully_replicated
+    with pytest.raises(ValueError, match=r"stream=True needs variables on a mesh with Auto axes, got .*Explicit"):
+        fp8.generate(model, jax.tree.map(place, variables), PROMPT, max_new_tokens=NEW, stream=True)
     np.testing.assert_array_equal(on_mesh, write(model, variables))
 
 
@@ -226,6 +281,11 @@ REFUSED = {
         {"stop_tokens": [64]},
         "stop_tokens must be tokens of the vocabulary, from 0 to 63, got 64",
     ),
+    "keys of two bytes": (
+        {"kv_cache_dtype": jnp.bfloat16},
+        r"kv_cache_dtype must be None, for the model's dtype, or jax_fp8.E4M3, got .*bfloat16",
+    ),
+    "a stream of 1": ({"stream": 1}, "stream must be True or False, got 1"),
     "one stop": ({"stop_tokens": [0.5]}, r"stop_tokens must be integers, got \[0.5\]; pass a list of tokens"),
     "no model": ({"model": fp8.Dense(4)}, r"generate needs a GPT, got a Dense; pass GPT\(config\)"),
     "no variables": (

@@ -1,18 +1,23 @@
 """Tokens a second of `fp8.generate`: FP8 against bfloat16, and against a full pass over the window for every token.
 
     python benchmarks/generate.py                                   # 124M and 1.3B, batches of 1, 8 and 64 prompts
-    python benchmarks/generate.py --presets gpt3-1.3b --batches 8 --no-window
+    python benchmarks/generate.py --presets gpt3-1.3b llama3.2-1b llama3-8b --no-window
     python benchmarks/generate.py --self-test                       # a tiny model anywhere; its times mean nothing
 
-Prompts have 512 tokens, and the model generates 256 tokens after each, always the most likely one. The time to the
-first
-token is that of a call for one token, which casts the weights and reads the prompts. The time of the other tokens is
-the rest of a call for all of them. "A full window" uses no cache: each token is computed by a pass over prompt and new
-tokens. For four rows of the largest batch, every generated token is compared with the most likely one of the full pass.
-In bfloat16 and FP8, two tokens can be so close that the order of sums decides; `shortfall` says how close.
+Prompts have 512 tokens, and the model generates 256 tokens after each, always the most likely one. Params are bfloat16.
+"fp8 weights" have kernels frozen in FP8 and activations in bfloat16; with "fp8 cache" keys and values are in FP8, too.
+The floor of a token is the time to read the weights, and the keys and values of the tokens so far (of half of the new
+ones), at the rate of a copy, which is measured first.
+
+The time to the first token is that of a call for one token, which casts the weights and reads the prompts. The time of
+the other tokens is the rest of a call for all of them. "A full window" uses no cache: each token is computed by a pass
+over prompt and new tokens. For four rows of the largest batch, every generated token is compared with the most likely
+one of the full pass. In bfloat16 and FP8, two tokens can be so close that the order of sums decides; `shortfall` says
+how close.
 """
 
 import argparse
+import dataclasses
 import functools
 import gc
 import json
@@ -34,11 +39,28 @@ LARGER = 2
 WINDOW_TOKENS = 8  # written with full windows
 CHECKED_ROWS = 4
 CURRENT = fp8.CurrentScaling()
+COPIED_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    recipe: fp8.DelayedScaling | fp8.CurrentScaling | fp8.BlockScaling | None = None
+    head_recipe: fp8.CurrentScaling | None = None
+    fp8_weights: bool = False  # frozen
+    fp8_cache: bool = False
+
+
+DELAYED = fp8.DelayedScaling(amax_history_len=16)
 RECIPES = {
-    "bf16": {"recipe": None},
-    "delayed": {"recipe": fp8.DelayedScaling(amax_history_len=16)},
-    "delayed, head": {"recipe": fp8.DelayedScaling(amax_history_len=16), "head_recipe": CURRENT},
-    "current": {"recipe": CURRENT},
+    "bf16": Variant(),
+    "delayed": Variant(DELAYED),
+    "delayed, head": Variant(DELAYED, CURRENT),
+    "current": Variant(CURRENT),
+    "block": Variant(fp8.BlockScaling()),
+    "fp8 weights": Variant(fp8_weights=True),
+    "fp8 weights, fp8 cache": Variant(fp8_weights=True, fp8_cache=True),
+    "bf16, fp8 cache": Variant(fp8_cache=True),
+    "delayed, fp8 cache": Variant(DELAYED, fp8_cache=True),
 }
 
 
@@ -54,6 +76,32 @@ def variables_of(model: fp8.GPT):
     return {"params": params, **({"fp8": state} if state else {})}
 
 
+def frozen(model, variables):
+    """The kernels in FP8 alone, each GEMM with one scale."""
+    tokens, quantized = jnp.zeros((1, 16), jnp.int32), model.clone(recipe=CURRENT)
+    return fp8.freeze_kernels(variables, CURRENT, forward=lambda variables: quantized.apply(variables, tokens))
+
+
+@functools.cache
+def bytes_a_second() -> float:
+    """The rate of a copy: bytes read and written."""
+    copy = jax.jit(lambda x: x + 1)
+    return 2 * COPIED_BYTES / seconds(functools.partial(copy, jnp.zeros(COPIED_BYTES // 4, jnp.float32)))
+
+
+def floor_bytes(config: fp8.GPTConfig, variant: Variant, variables, batch: int, tokens: int) -> int:
+    """What a new token of each row reads: the kernels, the head, and keys and values of so many tokens."""
+    kernels = sum(
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"])
+        if getattr(path[-1], "key", "") == "kernel"
+    )
+    of_kernels = kernels * (1 if variant.recipe or variant.fp8_weights else 2)
+    of_head = config.vocab_size * config.hidden_size * (1 if variant.head_recipe else 2)
+    of_token = 2 * config.num_layers * config.kv_heads * config.features_of_head * (1 if variant.fp8_cache else 2)
+    return of_kernels + of_head + batch * tokens * of_token
+
+
 def seconds(run) -> float:
     """The median time of several calls of a function that is compiled already."""
     jax.block_until_ready(run())
@@ -65,14 +113,18 @@ def seconds(run) -> float:
     return statistics.median(times)
 
 
-def measure_cached(model, variables, prompt, new: int, check: bool) -> dict:
-    write = functools.partial(fp8.generate, model, variables, prompt)
+def measure_cached(model, variables, prompt, new: int, check: bool, variant: Variant) -> dict:
+    floor = floor_bytes(model.config, variant, variables, len(prompt), prompt.shape[1] + new // 2)
+    variables = frozen(model, variables) if variant.fp8_weights else variables
+    kv_cache_dtype = fp8.E4M3 if variant.fp8_cache else None
+    write = functools.partial(fp8.generate, model, variables, prompt, kv_cache_dtype=kv_cache_dtype)
     start = time.perf_counter()
     written = jax.block_until_ready(write(max_new_tokens=new))
     compiled = time.perf_counter() - start
     first, whole = (seconds(lambda n=n: write(max_new_tokens=n)) for n in (1, new))
     row = rates(len(prompt), new - 1, whole - first)
     row |= {"first_ms": 1e3 * first, "compile_s": compiled}
+    row |= {"floor_share": 1e3 * floor / bytes_a_second() / row["token_ms"]}
     return row | (compare(model, variables, prompt, written) if check else {})
 
 
@@ -114,10 +166,12 @@ def measure_window(model, variables, prompt, new: int) -> dict:
 def measure(preset: str, recipe: str, batch: int, prompt_tokens: int, new: int, window: bool, check: bool) -> dict:
     longest = -(-(prompt_tokens + new) // 16) * 16  # an FP8 head reads multiples of 16 tokens in a full pass
     config = fp8.GPTConfig.preset(preset, max_seq_len=longest)
-    model = fp8.GPT(config, **RECIPES[recipe])
+    variant = RECIPES[recipe]
+    recipes = {"recipe": variant.recipe, "head_recipe": variant.head_recipe}
+    model = fp8.GPT(config, param_dtype=jnp.bfloat16, **recipes)
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (batch, prompt_tokens), np.int32)
     given = model, variables_of(model), prompt, new
-    found = measure_window(*given) if window else measure_cached(*given, check)
+    found = measure_window(*given) if window else measure_cached(*given, check, variant)
     return {"preset": preset, "recipe": recipe, "batch": batch, "reads": "window" if window else "cache"} | found
 
 
@@ -130,19 +184,21 @@ def markdown(environment: dict, prompt_tokens: int, new: int, rows: list[dict]) 
         "first token ms",
         "token ms",
         "tokens/s",
+        "share of the floor",
         "most likely",
         "shortfall",
         "distinct",
     ]
-    names = ("first_ms", "token_ms", "tokens_a_second", "most_likely", "shortfall", "distinct")
+    names = ("first_ms", "token_ms", "tokens_a_second", "floor_share", "most_likely", "shortfall", "distinct")
     body = [
         [*(row[name] for name in ("preset", "recipe")), row["batch"], row["reads"]]
-        + ([f"failed: {row['failed']}", *"-----"] if "failed" in row else [row.get(name, "-") for name in names])
+        + ([f"failed: {row['failed']}", *"------"] if "failed" in row else [row.get(name, "-") for name in names])
         for row in rows
     ]
     method = (
         f"Prompts of {prompt_tokens} tokens, {new} new ones; medians of {RUNS}. `first token ms` is a call for one "
-        "token, `token ms` what each other adds to a call for all. benchmarks/generate.py says more."
+        "token, `token ms` what each other adds to a call for all, and the floor the time to read weights, keys and "
+        "values at the rate of a copy. benchmarks/generate.py says more."
     )
     return "\n\n".join(["# Writing text", tables.environment_line(environment), method, tables.table(headings, body)])
 
@@ -168,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
         (preset, recipe, batch) for preset in options.presets for recipe in options.recipes for batch in options.batches
     ]
     for case in cases:
-        for window in (False,) if options.no_window or case[1] == "delayed, head" else (False, True):
+        for window in (False,) if options.no_window or case[1] not in ("bf16", "delayed") else (False, True):
             try:
                 row = measure(*case, *shape, window, check=case[2] == max(options.batches))
             except (jax.errors.JaxRuntimeError, ValueError) as error:  # the other rows are still worth having

@@ -57,10 +57,12 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
 # Source file: why it has no test file of its own.
 WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/__main__.py": "one call of cli.main, made by tests/test_cli.py",
+    "jax_fp8/ops/weight_version.py": "tests/state/test_weight_cache.py and tests/models/test_generate.py change params",
     "jax_fp8/models/decoder.py": "tests/models/test_generate.py runs it, as one program and as two",
     "jax_fp8/run/command_line.py": "tests/run/test_checks.py, test_generate.py and test_export.py parse by it",
     "jax_fp8/core/types.py": "names for annotations, without code",
     "jax_fp8/core/frozen.py": "the place of a frozen kernel; tests/state/test_frozen_kernels.py fills it",
+    "jax_fp8/kernels/gemm_parts.py": "tests/kernels/test_gemm.py and test_few_rows_gemm.py multiply by them",
     "jax_fp8/ops/gemm_residual.py": "tests/ops/test_passes.py makes one and reads it",
     "jax_fp8/nn/declared_gemm.py": "tests/nn/test_gemm.py declares some, and tests/nn/test_lora.py multiplies by them",
     "jax_fp8/ops/adapters.py": "tests/nn/test_lora.py multiplies by adapters in every layer",

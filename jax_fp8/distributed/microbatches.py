@@ -25,11 +25,12 @@ from jax_fp8.core.types import Batch, PyTree
 from jax_fp8.grads.gradients import take_gradients
 from jax_fp8.grads.tape import Observed, PassResult
 from jax_fp8.kernels.explicit import shards_of
+from jax_fp8.ops.weight_version import is_stale
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.state.checks import check_is
 from jax_fp8.state.train_state import TrainState
-from jax_fp8.state.weight_cache import cached_gemms, cast_listed, cast_weights, is_stale
+from jax_fp8.state.weight_cache import cached_gemms, cast_listed, cast_weights
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +115,7 @@ def begin_if_needed(
     """
     fresh = is_first_microbatch | (pending.step != state.step)
     if pending.cache:
-        fresh = fresh | agree(is_stale(pending.cache, state.variables))
+        fresh = fresh | agree(is_stale(pending.cache, state.params))
 
     def clear(large: tuple[PyTree, list[jax.Array]]) -> tuple[PyTree, list[jax.Array]]:
         return cast() if pending.cache else {}, jax.tree.map(jnp.zeros_like, large[1])

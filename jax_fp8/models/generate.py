@@ -26,6 +26,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.ids import as_ids
+from jax_fp8.core.paths import CAST_BY, OF_CACHE, VERSION
+from jax_fp8.core.recipe_rules import step_recipe
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.models.checks import (
     Tokens,
@@ -35,10 +37,12 @@ from jax_fp8.models.checks import (
     check_prompts,
     check_stops,
     check_stream,
+    is_known,
 )
 from jax_fp8.models.decoder import Choice, Decoder, Turn
 from jax_fp8.models.gpt import GPT
-from jax_fp8.models.reader import Caches
+from jax_fp8.models.reader import CACHE, Caches
+from jax_fp8.ops.weight_version import is_stale
 
 FEWEST_SLOTS = 16  # of prompts, padding included
 BLOCK = 8  # tokens of each row, between two looks at whether all rows have ended
@@ -106,7 +110,8 @@ def generate(
     Args:
       model: a `GPT`.
       variables: "params", and "fp8" where the recipe has state, as in `TrainState.variables`; may lie on a mesh.
-        Frozen weights, "fp8_frozen", are in FP8 already, and not cast again.
+        Weights that are in FP8 already are not cast again: frozen ones, "fp8_frozen", and outside of `jax.jit` those of
+        a weight cache, "fp8_cache", that was cast from these params by the recipe of the model.
       prompt: integers (batch, seq), at least one token each. With `lengths`, rows end in padding of any value. A number
         outside of the vocabulary is refused; in a traced array it makes logits NaN instead.
       max_new_tokens: the longest prompt and all new tokens but the last must fit into the model's `max_seq_len`, also
@@ -164,6 +169,7 @@ def generate(
     programs = _programs(mesh_wide)
     static = model, _room(int(max_new_tokens)), None if kv_cache_dtype is None else np.dtype(kv_cache_dtype)
     own = nn.unbox({name: variables[name] for name in ("params", "fp8", FROZEN) if name in variables})
+    own |= _valid_cache(model, variables)
     arguments = *static, own, _padded(prompt, slots), as_ids(lengths), choice
     if stream:
         _check_can_stream(mesh_wide)
@@ -177,6 +183,19 @@ def _check_can_stream(result: NamedSharding | None) -> None:
             f"stream=True needs variables on a mesh with Auto axes, got {result.mesh}; make the mesh with "
             "axis_types=(jax.sharding.AxisType.Auto, ...), or pass stream=False"
         )
+
+
+def _valid_cache(model: GPT, variables: Variables) -> dict[str, PyTree]:
+    """The weight cache of these variables as a collection, if it can be used; else {}."""
+    cache, recipe = variables.get(CACHE), step_recipe(model.recipe)
+    if not cache or recipe is None or cache[CAST_BY].recipe != recipe or not is_known(cache[VERSION]):
+        return {}
+    if bool(_is_stale(cache, nn.unbox(variables["params"]))):
+        return {}
+    return {CACHE: {name: tree for name, tree in cache.items() if name not in OF_CACHE}}
+
+
+_is_stale = jax.jit(is_stale)
 
 
 def _room(new_tokens: int) -> int:

@@ -40,10 +40,12 @@ from jax_fp8.ops.gemm_residual import as_one_array
 from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead, finished_logits
 from jax_fp8.ops.parameters import joined, split_columns
 from jax_fp8.ops.passes import CAST_SCOPE, cast_weight
+from jax_fp8.ops.weight_version import cached_weights
 from jax_fp8.ops.weights import cast_gemms, ready_for_loop
 
 Caches = dict[str, tuple[Slots, Slots]]  # keys and values of each layer: see KeyValueCache
 STATIC = {"static": True}
+CACHE = "fp8_cache"  # the collection of a weight cache
 
 
 class _Body(GPT):
@@ -63,7 +65,9 @@ class _Body(GPT):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Reader:
-    """A model with its weights cast, for prompts of these lengths i32[batch], padded to `prompt_slots`."""
+    """A model with its weights cast, for prompts of these lengths i32[batch], padded to `prompt_slots`. Weights of a
+    cache among the variables, and frozen ones, are not cast again.
+    """
 
     body: _Body = field(metadata=STATIC)
     weights: "_Weights"
@@ -127,14 +131,20 @@ class _Weights:
     @classmethod
     def cast_from(cls, model: GPT, variables: Variables) -> "_Weights":
         params, state = variables["params"], variables.get("fp8", {})
-        recipes = {gemm: recipe_at(model.recipe, kernel_paths(gemm)[0][:-1]) for gemm in _gemms(model.config)}
-        gemms = tuple(recipes)
-        to_cast = {gemm: own for gemm, own in recipes.items() if own is not None and not is_frozen(variables, gemm)}
-        cast = ready_for_loop(cast_gemms(params, state, to_cast), params)
+        gemms = tuple(gemms_of(model.config))
+        recipes = {gemm: recipe_at(model.recipe, kernel_paths(gemm)[0][:-1]) for gemm in gemms}
+        recipes = {gemm: own for gemm, own in recipes.items() if not is_frozen(variables, gemm)}
+        plain = {gemm for gemm, own in recipes.items() if own is None}
+        cached = dict(cached_weights(variables.get(CACHE, {})))
+        to_cast = {gemm: own for gemm, own in recipes.items() if own is not None and gemm not in cached}
+        cast = cast_gemms(params, state, to_cast)
+        for gemm, weight in cached.items():
+            put_at_path(cast, gemm, {"kernel": weight})
+        cast = ready_for_loop(cast, params)
         with jax.named_scope(CAST_SCOPE):
             joined_arrays = {
-                gemm: _joined(params, gemm, ("kernel", "bias") if own is None else ("bias",), model.dtype)
-                for gemm, own in recipes.items()
+                gemm: _joined(params, gemm, ("kernel", "bias") if gemm in plain else ("bias",), model.dtype)
+                for gemm in gemms
             }
         widths = {
             gemm: tuple(array.shape[-1] for array in _arrays(params, gemm, next(iter(arrays))))
@@ -145,7 +155,7 @@ class _Weights:
         for gemm in gemms:
             if (weight := frozen_weight(variables.get(FROZEN, {}), gemm)) is not None:
                 put_at_path(frozen, gemm, {"kernel": replace(weight, columnwise=as_one_array(weight.columnwise))})
-        collections = {"fp8": state, "fp8_cache": cast, FROZEN: frozen}
+        collections = {"fp8": state, CACHE: cast, FROZEN: frozen}
         return cls(dict(params), joined_arrays, tuple(widths.items()), collections)
 
     def variables(self) -> dict[str, PyTree]:
@@ -161,7 +171,8 @@ class _Weights:
         return {"params": params, **{name: collection for name, collection in self.fp8.items() if collection}}
 
 
-def _gemms(config: GPTConfig) -> Iterator[LayerPath]:
+def gemms_of(config: GPTConfig) -> Iterator[LayerPath]:
+    """The paths of the GEMMs of all layers of a GPT."""
     into_mlp = ("gate", "up") if is_gated(config.activation) else ("up",)
     name_in_mlp = experts_name if config.num_experts else joined_name
     for index in range(config.num_layers):

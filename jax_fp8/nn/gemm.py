@@ -42,8 +42,8 @@ from jax_fp8.nn.checks import check_are_split_alike, layer_name
 from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.lora import declare_adapter
 from jax_fp8.nn.names import named, names_of_linear
-from jax_fp8.ops.adapters import Adapter
-from jax_fp8.ops.layer_gemm import check_multiples_of_16, first_state, layer_gemm
+from jax_fp8.ops.adapters import Adapter, Adapters
+from jax_fp8.ops.layer_gemm import check_frozen, check_multiples_of_16, first_state, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
 
 
@@ -214,10 +214,23 @@ def declare_gemm_of(
     check_are_split_alike(module, always_split)
     recipe = recipe_of_all(module.recipe, module.path, names)
     if recipe is None:
-        _check_is_not_frozen(layer_name(module), parameters)
-        return _on_shards(DeclaredGemm(parameters, adapters=adapters), split_dim)
+        return _without_recipe(module, parameters, split_dim, frozen, adapters)
     declared = GemmState(recipe, name=joined_name(names))(parameters, split_dim, frozen)
     return replace(declared, adapters=adapters)
+
+
+def _without_recipe(
+    module: nn.Module,
+    parameters: LinearParameters,
+    split_dim: SplitDim | None,
+    frozen: Fp8Pair | None,
+    adapters: Adapters = (),
+) -> DeclaredGemm:
+    """A GEMM in the dtype of the module, which reads a frozen weight as it is."""
+    if frozen is not None:
+        check_frozen(layer_name(module), parameters, frozen)
+        parameters = replace(parameters, weight=frozen)
+    return _on_shards(DeclaredGemm(parameters, adapters=adapters), split_dim)
 
 
 def _on_shards(declared: DeclaredGemm, split_dim: SplitDim | None) -> DeclaredGemm:
@@ -250,8 +263,7 @@ def declare_state(
     """
     check_recipe(recipe)
     if recipe is None:
-        _check_is_not_frozen(layer or layer_name(module), parameters)
-        return _on_shards(DeclaredGemm(parameters), split_dim)
+        return _without_recipe(module, parameters, split_dim, frozen)
     check_gemm_path(module.path)
     layer = layer or layer_name(module)
     kernels = as_tuple(parameters.kernel)
@@ -294,14 +306,6 @@ def _delayed_state(
             f"of {history.value.shape[-1]} steps; pass the recipe that they were made with"
         )
     return scale.value, history
-
-
-def _check_is_not_frozen(layer: str, parameters: LinearParameters) -> None:
-    if parameters.is_frozen:
-        raise ValueError(
-            f"{layer}: weights frozen in FP8 need the recipe by which they were cast, got recipe=None; give the layer "
-            "that recipe, or pass the kernels as params"
-        )
 
 
 def _check_own_rows(module: nn.Module, in_features: int) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import describe
+from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import DelayedScaling, Recipe
@@ -71,10 +72,7 @@ def _check_weight(layer: str, recipe: Recipe, parameters: LinearParameters, cach
     shape = as_tuple(parameters.kernel)[0].shape[0], sum(parameters.widths)
     dtype = recipe.fp8_format.forward
     if parameters.is_frozen:
-        transposed: PyTree = cached.columnwise
-        parts, widths = (transposed, parameters.widths) if isinstance(transposed, tuple) else ((transposed,), shape[1:])
-        for part, width in zip(parts, widths, strict=True):
-            _check_frozen(layer, (width, shape[0]), dtype, part)
+        check_frozen(layer, parameters, cached, dtype)
         return
     *experts, k, n = cached.rowwise.shape  # of experts in the one form or the other
     found = (math.prod(experts) * k, n), cached.columnwise.shape, cached.rowwise.dtype
@@ -86,7 +84,16 @@ def _check_weight(layer: str, recipe: Recipe, parameters: LinearParameters, cach
         )
 
 
-def _check_frozen(layer: str, shape: tuple[int, int], dtype: jax.typing.DTypeLike, found: Fp8Array) -> None:
+def check_frozen(layer: str, parameters: LinearParameters, weight: Fp8Pair, dtype: jax.typing.DTypeLike = E4M3) -> None:
+    """Raise unless `weight` is a frozen weight of kernels with the shapes in `parameters`."""
+    transposed: PyTree = weight.columnwise
+    apart, rows = isinstance(transposed, tuple), as_tuple(parameters.kernel)[0].shape[0]
+    parts, widths = (transposed, parameters.widths) if apart else ((transposed,), (sum(parameters.widths),))
+    for part, width in zip(parts, widths, strict=True):
+        _check_transpose(layer, (width, rows), dtype, part)
+
+
+def _check_transpose(layer: str, shape: tuple[int, int], dtype: jax.typing.DTypeLike, found: Fp8Array) -> None:
     if not isinstance(found, Fp8Array) or (found.shape, found.dtype) != (shape, dtype):
         arrived = f"{found.dtype} of shape {found.shape}" if isinstance(found, Fp8Array) else describe(found)
         raise ValueError(

@@ -7,6 +7,7 @@ from itertools import accumulate
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.frozen import FrozenKernel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.explicit import whole_rows
@@ -16,10 +17,13 @@ from jax_fp8.kernels.quantize import Matrices, as_tuple
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LinearParameters:
-    """`kernel` (k, n) and `bias` (n,) or None; or tuples of them, for kernels (k, n_i) side by side."""
+    """`kernel` (k, n) and `bias` (n,) or None; or tuples of them, for kernels (k, n_i) side by side. `weight` is the
+    frozen weight of a layer without a recipe; with a recipe it is in the layer's `Fp8Gemm`.
+    """
 
     kernel: Matrices
     bias: Matrices | None
+    weight: Fp8Pair | None = None
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ from jax_fp8.ops.collectives import enter, leave, reduce_rows
 from jax_fp8.ops.gemm_residual import GemmResidual, as_one_array
 from jax_fp8.ops.operands import GemmInput
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo, gradients_like, infos_of, joined, split_columns
+from jax_fp8.ops.stored_product import stored_product
 
 Gradients = TypeVar("Gradients")
 
@@ -66,14 +67,14 @@ def plain_linear(
 
     `tensor` and `split_dim` as in `linear`. Sequence parallelism gathers or scatters the flattened leading dims.
     """
-    kernel, bias = (joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
+    bias, weight = joined(parameters.bias, dtype), parameters.weight
     leading = x.shape[:-1]
     if tensor is not None and split_dim == "columns":
         leading = tensor.all_rows(leading)
         entered: PyTree = enter(as_matrix(x), tensor)
         x = entered.reshape(*leading, x.shape[-1])
     with jax.named_scope(PLAIN_SCOPE):
-        y = product(x, kernel)
+        y = product(x, joined(parameters.kernel, dtype)) if weight is None else stored_product(x, weight)
     if tensor is not None and split_dim == "rows":
         left: PyTree = leave(as_matrix(y), tensor)
         y = left.reshape(*tensor.own_rows(leading), -1)

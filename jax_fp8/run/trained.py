@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.files import Unreadable, read_json
+from jax_fp8.core.formats import E4M3
 from jax_fp8.core.frozen import FROZEN
 from jax_fp8.core.lora import Lora
 from jax_fp8.core.paths import BESIDE
+from jax_fp8.core.recipe import CurrentScaling
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
+from jax_fp8.models.huggingface.frozen import frozen_variables
 from jax_fp8.models.huggingface.weights import load_huggingface
 from jax_fp8.models.limits import config_of
 from jax_fp8.models.params_file import load_config, load_params
@@ -87,27 +90,38 @@ def find(name: str, output: Path, what: str = "a run") -> Path:
     return existing
 
 
-def load(path: Path) -> Trained:
-    """The model of a run, of a Hugging Face folder, or of a file of params."""
-    return load_run(path) if is_run(path) else load_converted(path)
+def load(path: Path, weights: str = "bf16") -> Trained:
+    """The model of a run, of a Hugging Face folder, or of a file of params; the last two with `weights` in "fp8" or
+    "bf16".
+    """
+    if not is_run(path):
+        return load_converted(path, weights)
+    if weights != "bf16":
+        raise ValueError(
+            f"--weights fp8 is for models that are no runs, got the run {path}; leave it out: a run generates by the "
+            "recipe that it was trained with"
+        )
+    return load_run(path)
 
 
 def is_run(path: Path) -> bool:
     return not (path.is_file() or _is_of_huggingface(path))
 
 
-def load_converted(path: Path) -> Trained:
+def load_converted(path: Path, weights: str = "bf16") -> Trained:
     """The model of a Hugging Face folder, with its tokenizer, or of a file of params, whose tokenizer is beside it."""
-    if path.is_file():
-        config, params, tokenizer = load_config(path), load_params(path), path.with_name(TOKENIZER)
+    is_fp8 = weights == "fp8"
+    tokenizer = path.with_name(TOKENIZER) if path.is_file() else path / TOKENIZER
+    if not path.is_file():
+        config, loaded = load_huggingface(path, dtype=E4M3 if is_fp8 else None)
     else:
-        (config, params), tokenizer = load_huggingface(path), path / TOKENIZER
+        config, loaded = load_config(path), load_params(path)
+        loaded = frozen_variables(config, loaded, CurrentScaling()) if is_fp8 else loaded
     if not tokenizer.is_file():
         raise ValueError(f"{tokenizer} must have the tokenizer of the model, got no such file; copy it there")
-    model = GPT(config, recipe=None)
-    return Trained(
-        model, {"params": jax.device_put(params)}, LibraryEncoder.load(tokenizer, "copy it again"), f"{path}, bf16"
-    )
+    variables = jax.device_put(loaded if is_fp8 else {"params": loaded})
+    encoder = LibraryEncoder.load(tokenizer, "copy it again")
+    return Trained(GPT(config, recipe=None), variables, encoder, f"{path}, {weights}")
 
 
 def load_run(run: Path) -> Trained:

@@ -12,7 +12,7 @@ flag need be set. And the cache has the recipe it was cast by, for casts of new 
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -33,8 +33,8 @@ from jax_fp8.core.recorder import listing
 from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.grads.gradients import with_kernels
-from jax_fp8.kernels.explicit import whole_first
 from jax_fp8.kernels.shared_cast import can_be_written
+from jax_fp8.ops.weight_version import cached_weights, is_stale, version_of
 from jax_fp8.ops.weights import cast_gemms, kernels_of
 from jax_fp8.optim.updates import NewParam
 from jax_fp8.parallel.names import without_names
@@ -109,13 +109,8 @@ def cast_weights(
         return cast_listed(variables, recipe, gemms)
     _check_cache(cache, variables, recipe, gemms)
     _warn_of_copies(cache)
-    must_cast = is_first | is_stale(cache, variables)
+    must_cast = is_first | is_stale(cache, variables["params"])
     return lax.cond(must_cast, lambda _: cast_listed(variables, recipe, gemms), dict, dict(cache))
-
-
-def is_stale(cache: Mapping, variables: Variables) -> jax.Array:
-    """Whether a cache was made from other params than these, bool[]."""
-    return cache[VERSION] != _version(variables["params"], cache)
 
 
 def outdated(cache: Mapping) -> dict[str, PyTree]:
@@ -137,12 +132,12 @@ def cast_listed(variables: Variables, recipe: Recipe, gemms: Collection[LayerPat
 
 def with_version(cache: Mapping, params: Mapping) -> dict[str, PyTree]:
     """The cache with the version of these params; {} if it is empty."""
-    return {**cache, VERSION: _version(params, cache)} if cache else {}
+    return {**cache, VERSION: version_of(params, cache)} if cache else {}
 
 
 def cached_gemms(cache: Mapping) -> list[LayerPath]:
     """The GEMMs whose weights a cache has."""
-    return [path for path, _ in _cached(cache)]
+    return [path for path, _ in cached_weights(cache)]
 
 
 def gemms_of_recipe(
@@ -174,23 +169,6 @@ def gemms_of_recipe(
     return paths
 
 
-def _version(params: Mapping, cache: Mapping) -> jax.Array:
-    """A hash, uint32[], of the kernels in a cache: the sum of their samples, each times an odd number that depends on
-    its position.
-    """
-    samples = [_samples(kernel) for path, _ in _cached(cache) for kernel in kernels_of(path, params)]
-    words = jnp.concatenate(samples)
-    position = jnp.arange(words.size, dtype=jnp.uint32)
-    return jnp.sum(words * (2 * position * np.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
-
-
-def _samples(kernel: jax.Array) -> jax.Array:
-    """The bits of the first row and the first column of (..., k, n): one element of every column and of every row."""
-    sampled = [whole_first(kernel, dim).reshape(-1) for dim in (-2, -1)]
-    bits = [lax.bitcast_convert_type(line, f"uint{8 * kernel.dtype.itemsize}") for line in sampled]
-    return jnp.concatenate(bits).astype(jnp.uint32)
-
-
 def cast_requests(
     cache: Mapping, params: Mapping, fp8_state: Mapping
 ) -> dict[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, Cast]]:
@@ -201,7 +179,7 @@ def cast_requests(
     tensor before its cast; and kernels side by side of which two share a square.
     """
     requests = {}
-    for path, pair in _cached(cache):
+    for path, pair in cached_weights(cache):
         kernels, arrays = kernel_paths(path), kernels_of(path, params)
         if any(kernel.ndim != 2 for kernel in arrays):
             continue
@@ -229,7 +207,7 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: PyTree
     for path, pair in written.items():
         if pair is not None:
             put_at_path(new_cache, path, {"kernel": pair})
-    return {**new_cache, VERSION: _version(params, cache), CAST_BY: cache[CAST_BY]}
+    return {**new_cache, VERSION: version_of(params, cache), CAST_BY: cache[CAST_BY]}
 
 
 def _cast_of(recipe: Recipe, gemm: LayerPath, fp8_state: Mapping) -> Cast:
@@ -246,15 +224,6 @@ def _check_has_scale(recipe: Recipe, gemm: LayerPath, fp8_state: Mapping) -> Non
             f"the FP8 state must have the scale of {'/'.join(gemm)}, which the weight cache holds, "
             f"got {describe(state)}; pass state and cache of one model, or cache={{}}"
         )
-
-
-def _cached(cache: Mapping, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
-    """Every GEMM with a cached weight, and this weight."""
-    for name, node in sorted(cache.items()):
-        if isinstance(node, Fp8Pair):
-            yield path, node
-        elif isinstance(node, Mapping):
-            yield from _cached(node, (*path, name))
 
 
 def check_can_be_cast(caller: str, variables: Variables, recipe: RecipeOrRules) -> Recipe:

@@ -19,6 +19,7 @@ from jax_fp8.models import decoder, reader
 from jax_fp8.models import generate as generation
 from jax_fp8.models.generate import BLOCK
 from jax_fp8.models.reader import Reader
+from jax_fp8.ops.weight_version import version_of
 
 VOCAB, WINDOW, NEW = 64, 32, 10
 SHAPE = {"vocab_size": VOCAB, "num_layers": 1, "num_heads": 4, "hidden_size": 32, "max_seq_len": WINDOW}
@@ -224,6 +225,28 @@ def test_keys_and_values_in_fp8(name):
     plain, small = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(of)) for of in caches)
     width = model.config.features_of_head
     assert small / plain == (width + 4) / (4 * width)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_a_valid_weight_cache_is_not_cast_again(name, monkeypatch, traced_anew):
+    model, asked = MODELS[name], []
+    variables, cast = made(model), reader.cast_gemms
+    wanted = write(model, variables)
+    monkeypatch.setattr(reader, "cast_gemms", lambda *given: asked.append(set(given[2])) or cast(*given))
+    cache = fp8.cast_weights(variables, model.recipe, forward=lambda v: model.apply(v, PROMPT))
+    np.testing.assert_array_equal(write(model, {**variables, "fp8_cache": cache}), wanted)
+    assert asked == [set()]
+    params = jax.tree.map(lambda x: jnp.roll(x, 1, axis=-1), variables["params"])
+    other = {**variables, "params": params}
+    fresh = write(model, other)
+    assert (fresh != wanted).any()
+    np.testing.assert_array_equal(write(model, {**other, "fp8_cache": cache}), fresh)  # stale: the program that casts
+    assert asked == [set()]
+    changed = model.clone(recipe=fp8.CurrentScaling())
+    without_state = {"params": params, "fp8_cache": {**cache, "params_version": version_of(params, cache)}}
+    write(changed, without_state)
+    assert len(asked[-1]) == 4  # of another recipe
 
 
 @pytest.mark.versions

@@ -1,6 +1,7 @@
 """`python -m jax_fp8 generate`: a checkpoint generates, as it was trained; what cannot be is one sentence."""
 
 import dataclasses
+import re
 
 import huggingface as oracle
 import jax
@@ -14,6 +15,9 @@ from jax_fp8.run import checkpoints, generate, job, resuming, settings, trained
 from jax_fp8.run.encoders import ByteEncoder, LibraryEncoder
 
 CONFIG = fp8.GPTConfig(vocab_size=256, num_layers=1, num_heads=2, hidden_size=32, max_seq_len=16)
+
+
+SPEED = r"first token after \d+\.\d s, then [\d,]+\.\d tokens/s\n"
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def test_a_model_writes_as_it_was_saved(save, write):
     unfinished.mkdir()
     before = sorted(run.rglob("*"))
     status, text, said = write("mine", "--prompt", "naïv", "--tokens", 12, "--temperature", 0)
-    assert (status, said) == (0, "runs/mine after step 3, delayed\n")
+    assert status == 0 and re.fullmatch("runs/mine after step 3, delayed\n" + SPEED, said)
     prompt = np.frombuffer("naïv".encode(), np.uint8)[None]
     expected = fp8.generate(model, variables, prompt, max_new_tokens=12)
     assert text == ByteEncoder().decode(expected[0]) + "\n"
@@ -74,6 +78,8 @@ def test_a_model_writes_as_it_was_saved(save, write):
         for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+    said = write(run, "--prompt", "naïv", "--weights", "fp8")[2]
+    assert "--weights fp8 is for models that are no runs, got the run" in said
     status, text, said = write(run, "--prompt", "naïv", "--tokens", 13)
     assert (status, text) == (2, "")
     assert "fit into the 16 tokens that the model can read, got 5 and 13; ask for at most 12" in said
@@ -106,18 +112,43 @@ def test_a_model_of_hugging_face_writes(write, book, tmp_path):
     tokenizer.save(str(folder / "tokenizer.json"))
 
     status, text, said = write(folder, *arguments)
-    assert (status, said) == (0, f"{folder}, bf16\n")
+    assert status == 0 and re.fullmatch(re.escape(f"{folder}, bf16\n") + SPEED, said)
     config, params = fp8.load_huggingface(folder)
     tokens = fp8.generate(fp8.GPT(config, recipe=None), {"params": params}, np.array([[0, 1]]), max_new_tokens=12)
     assert text == tokenizer.decode(list(np.asarray(tokens)[0])) + "\n"
 
+    status, in_fp8, said = write(folder, *arguments, "--weights", "fp8", "--kv-cache", "fp8")
+    assert status == 0 and said.startswith(f"{folder}, fp8\n")
+    variables = fp8.load_huggingface(folder, dtype=fp8.E4M3)[1]
+    tokens = fp8.generate(
+        fp8.GPT(config, recipe=None), variables, np.array([[0, 1]]), max_new_tokens=12, kv_cache_dtype=fp8.E4M3
+    )
+    assert in_fp8 == tokenizer.decode(list(np.asarray(tokens)[0])) + "\n"
     (tmp_path / "mine").mkdir()
     file = tmp_path / "mine/model.safetensors"
     assert cli.main(["convert", "--from", "huggingface", str(folder), "--to", str(file)]) == 0
     (tmp_path / "mine/tokenizer.json").write_text(tokenizer.to_str())
     assert write(file, *arguments)[1].endswith(text)
+    assert write(file, *arguments, "--weights", "fp8", "--kv-cache", "fp8")[1].endswith(in_fp8)
     fp8.save_params(file, params)
     assert "must have the shape of its model, but has params alone" in write(file, *arguments)[2]
+
+
+def test_text_comes_in_whole_characters():
+    """Each of them once, with its last byte; bytes that are no text come at the end, as one decoding says them."""
+    for text in ("naïve ☃ text".encode(), "ends with ☃".encode()[:-1], b"\xff\xfe and \xff", b""):
+        pieces = list(generate.decoded(ByteEncoder(), iter(text)))
+        assert "".join(pieces) == text.decode(errors="replace") and len(pieces) == len(text) + 1
+    pieces = list(generate.decoded(ByteEncoder(), iter("a☃b".encode())))
+    assert pieces == ["a", "", "", "☃", "b", ""]
+
+
+def test_tokens_a_second_without_the_first():
+    clock = generate.Clock()
+    clock.tick()
+    assert re.fullmatch(r"first token after \d+\.\d s", str(clock))
+    clock.start, clock.first, clock.last, clock.tokens = 1.0, 3.5, 5.5, 401
+    assert str(clock) == "first token after 2.5 s, then 200.0 tokens/s"
 
 
 @pytest.mark.parametrize(

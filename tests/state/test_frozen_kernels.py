@@ -179,6 +179,39 @@ def test_generate_reads_frozen_kernels():
     assert np.any(changed != tokens)
 
 
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_without_a_recipe_layers_multiply_by_frozen_weights_in_their_dtype(recipe, apart):
+    """As by the dequantized kernels as params: the numbers, the gradients of adapters, and the generated tokens."""
+    whole_tiles = {"hidden_size": 128, "mlp_hidden_size": 256, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128}
+    own_config = dataclasses.replace(CONFIG, **whole_tiles)
+    model = fp8.GPT(own_config, recipe=RECIPES[recipe], lora=LORA, dtype=jnp.float32)
+    variables = variables_of(model)
+    stored = {name: tree for name, tree in frozen(model, variables, apart=apart).items() if name != "fp8"}
+    plain = model.clone(recipe=None)
+    none = map_with_names(lambda names, p: 0 * p if names[-1] == LORA_B else p, stored["params"])
+    like = jax.eval_shape(plain.clone(lora=None).init, jax.random.key(0), INPUTS)["params"]
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), like)
+    thawed = _joined(fp8.merge_adapters({**stored, "params": none}, LORA, like), stored["params"])
+
+    def loss(params, others):
+        return fp8.next_token_loss(plain)({"params": params, **others}, TOKENS)
+
+    with jax.default_matmul_precision("highest"):
+        found, grads = jax.jit(jax.value_and_grad(loss))(stored["params"], {"fp8_frozen": stored["fp8_frozen"]})
+        wanted, wanted_grads = jax.jit(jax.value_and_grad(loss))(thawed, {})
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    wanted_adapters = adapters(wanted_grads)
+    for name, gradient in adapters(grads).items():
+        np.testing.assert_allclose(gradient, wanted_adapters[name], rtol=1e-3, atol=1e-4 * np.abs(gradient).max())
+        assert np.abs(gradient).max() > 0
+    tokens = fp8.generate(plain, stored, INPUTS[:2, :8], max_new_tokens=6)
+    np.testing.assert_array_equal(fp8.generate(plain, {"params": thawed}, INPUTS[:2, :8], max_new_tokens=6), tokens)
+    scales = jax.tree.map(lambda x: -x if x.dtype == jnp.float32 else x, stored["fp8_frozen"])
+    negative = {**stored, "fp8_frozen": scales}
+    assert np.any(fp8.generate(plain, negative, INPUTS[:2, :8], max_new_tokens=6) != tokens)  # negative control
+
+
 def test_loaded_params_take_the_place_of_random_ones():
     model = model_of(RECIPES["delayed"])
     variables = variables_of(model)
@@ -202,8 +235,6 @@ def test_what_is_refused():
     model = model_of(RECIPES["delayed"])
     variables = variables_of(model)
     own = frozen(model, variables)
-    with pytest.raises(ValueError, match="weights frozen in FP8 need the recipe"):
-        model.clone(recipe=None).apply({name: own[name] for name in ("params", "fp8_frozen")}, INPUTS)
     with pytest.raises(ValueError, match="got nonsense, which it does not have"):
         frozen(model, variables, params={"nonsense": np.zeros(3)})
     with pytest.raises(ValueError, match="for embedding"):

@@ -18,10 +18,13 @@ from flax.typing import Dtype
 
 from jax_fp8.core.checks import check_bool, check_integer, describe
 from jax_fp8.core.files import is_plain_name, shortened, shown
+from jax_fp8.core.formats import E4M3
 from jax_fp8.core.paths import LayerPath, put_at_path
+from jax_fp8.core.recipe import BlockScaling, CurrentScaling
 from jax_fp8.core.types import PyTree
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.huggingface.config_json import family_of, read_config, write_config
+from jax_fp8.models.huggingface.frozen import frozen_variables
 from jax_fp8.models.huggingface.json_files import read_object, write_object
 from jax_fp8.models.huggingface.layouts import Entry, entries_of
 from jax_fp8.models.huggingface.naming import named_as_whole_models, tied
@@ -45,12 +48,16 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
     Args:
       path: its folder, with config.json and safetensors files; or one such file beside its config.json.
       dtype: of the params; None keeps the dtypes of the files. Weights in FP8 with scales of squares become bfloat16.
+        `jax_fp8.E4M3` freezes the kernels of the layers in FP8, one byte an element, on the default device: with one
+        scale for each GEMM, or with one for each square of 128 x 128 where the files have such scales.
 
     Returns:
       The config, and the params of `GPT(config)` as nested dicts of NumPy arrays in the host's memory. Without `dtype`
       they are mapped from the files, which must stay there: nothing is read before it is used. Only experts, which have
       one tensor each, are stacked in memory. `jax.device_put(params)` puts params on a device, `step.place(state)` on a
-      mesh.
+      mesh. With `dtype=jax_fp8.E4M3` it is the config, and the variables {"params": ..., "fp8_frozen": ...}: of a model
+      with `recipe=None`, which multiplies by the FP8 weights in its own dtype, or with `CurrentScaling()`; where the
+      files have scales of squares, with `BlockScaling()`. Kernels of experts stay params.
 
     Raises:
       ValueError: if there are no such files, config.json describes another kind of model, or tensors do not fit it.
@@ -66,8 +73,10 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
       >>> loaded.hidden_size, params["embedding"].shape
       (16, (32, 16))
     """
-    if dtype is not None:
+    is_frozen = dtype == E4M3
+    if dtype is not None and not is_frozen:
         check_dtype("dtype", dtype)
+    dtype = None if is_frozen else dtype
     files = _files_of(Path(path))
     settings = (files[0].parent if os.path.isfile(path) else Path(path)) / SETTINGS
     described = read_object(settings, "it has the shape of the model", MOST_SETTINGS)
@@ -82,6 +91,9 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
     for param_path, param in _whole_params(entries, tensors):
         *parents, last = param_path
         put_at_path(params, tuple(parents), {last: param if dtype is None else param.astype(dtype)})
+    if is_frozen:
+        by_square = BlockScaling(power_2_scale=False)  # gives back the values of the files
+        return config, frozen_variables(config, params, CurrentScaling() if block is None else by_square)
     return config, params
 
 

@@ -1,0 +1,23 @@
+"""Products by a weight that is stored in FP8, without FP8 activations: `y = x · (values * scale)` in the dtype of x.
+
+A layer without a recipe, whose kernel is frozen (core/frozen.py), multiplies by it like this. Every E4M3 value is exact
+in 16 bits, so with one scale the sum is the one of the stored weight, multiplied by the scale at its end. With a scale
+for each tile, the weight is rounded to the dtype of x first. The weight gets no gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.kernels.explicit import product
+from jax_fp8.ops.gemm_residual import as_one_array
+
+
+def stored_product(x: jax.Array, weight: Fp8Pair) -> jax.Array:
+    """`x` (..., k) times the kernels of a frozen weight side by side, (..., n) in the dtype of `x`."""
+    kernel: Fp8Array = lax.stop_gradient(as_one_array(weight.columnwise))  # (n, k)
+    if kernel.scale.ndim:
+        return product(x, kernel.dequantize(x.dtype).T)
+    y = product(x, kernel.values.astype(x.dtype).T)
+    return (y.astype(jnp.float32) * kernel.scale).astype(x.dtype)

@@ -1,0 +1,52 @@
+"""A product by a weight stored in FP8 is the product by what it stands for. tests/state/test_frozen_kernels.py has it
+in models.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.ops.stored_product import stored_product
+from jax_fp8.ops.weights import frozen_weight
+
+pytestmark = pytest.mark.versions
+KERNEL = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(3, 5, 256)).astype(np.float32)
+
+
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling()], ids=["one scale", "squares"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_product_by_the_dequantized_weight(recipe, dtype):
+    weight = frozen_weight(recipe, (jnp.asarray(KERNEL),))
+    x = jnp.asarray(X, dtype)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight.columnwise.dequantize(), np.float64).T
+    with jax.default_matmul_precision("highest"):
+        y = jax.jit(stored_product)(x, weight)
+    assert y.dtype == dtype and y.shape == (3, 5, 128)
+    allowed = 64 * float(jnp.finfo(dtype).eps) * np.abs(exact).std()
+    assert np.abs(np.asarray(y, np.float64) - exact).max() <= allowed
+    assert (
+        np.abs(np.asarray(y, np.float64) - np.asarray(x, np.float64) @ KERNEL).max() > allowed / 4
+    )  # negative control
+
+
+def test_kernels_that_are_apart_and_gradients():
+    """The input has a gradient, the weight has none."""
+    whole = frozen_weight(fp8.CurrentScaling(), (jnp.asarray(KERNEL),))
+    values, scale = whole.columnwise.values, whole.columnwise.scale
+    parts = tuple(fp8.Fp8Array(part, scale) for part in (values[:48], values[48:]))
+    x = jnp.asarray(X)
+
+    def total(x, scale):
+        weight = Fp8Pair(None, tuple(fp8.Fp8Array(part.values, scale) for part in parts), whole.amax)
+        return (stored_product(x, weight) ** 2).sum()
+
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_array_equal(stored_product(x, Fp8Pair(None, parts, whole.amax)), stored_product(x, whole))
+        dx, dscale = jax.grad(total, argnums=(0, 1))(x, scale)
+    kernel = np.asarray(whole.columnwise.dequantize(), np.float64)
+    np.testing.assert_allclose(dx, 2 * (X.astype(np.float64) @ kernel.T) @ kernel, rtol=1e-4, atol=1e-2)
+    assert np.abs(dx).max() > 1 and dscale == 0

@@ -7,8 +7,10 @@
 #include "activation.h"
 #include "adam.h"
 #include "amax.h"
+#include "cached_attention.h"
 #include "cross_entropy.h"
 #include "cublaslt.h"
+#include "few_rows_gemm.h"
 #include "gemm.h"
 #include "grouped_gemm.h"
 #include "norm.h"
@@ -54,7 +56,9 @@ py::dict targets() {
   table["jax_fp8_norm_quantize_by_tile"] = py::dict("execute"_a = capsule(norm_quantize_by_tile_handler));
   table["jax_fp8_norm_amax"] = py::dict("execute"_a = capsule(norm_amax_handler));
   table["jax_fp8_norm_backward"] = py::dict("execute"_a = capsule(norm_backward_handler));
+  table["jax_fp8_cached_attention"] = py::dict("execute"_a = capsule(cached_attention_handler));
   table["jax_fp8_cross_entropy"] = py::dict("execute"_a = capsule(cross_entropy_handler));
+  table["jax_fp8_few_rows_gemm"] = py::dict("execute"_a = capsule(few_rows_gemm_handler));
   table["jax_fp8_grouped_gemm"] = py::dict("execute"_a = capsule(grouped_gemm_handler));
   table["jax_fp8_grouped_gemm_weight_gradient"] =
       py::dict("execute"_a = capsule(grouped_gemm_weight_gradient_handler));

@@ -57,8 +57,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
 # Source file: why it has no test file of its own.
 WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/__main__.py": "one call of cli.main, made by tests/test_cli.py",
-    "jax_fp8/ops/weight_version.py": "tests/state/test_weight_cache.py and tests/models/test_generate.py change params",
-    "jax_fp8/models/decoder.py": "tests/models/test_generate.py runs it, as one program and as two",
+    "jax_fp8/ops/weight_version.py": "tests/state/test_weight_cache.py and tests/models/test_decoder.py change params",
     "jax_fp8/run/command_line.py": "tests/run/test_checks.py, test_generate.py and test_export.py parse by it",
     "jax_fp8/core/types.py": "names for annotations, without code",
     "jax_fp8/core/frozen.py": "the place of a frozen kernel; tests/state/test_frozen_kernels.py fills it",

@@ -15,7 +15,7 @@ from jax_fp8.core.types import PyTree
 from jax_fp8.inspect.matrix_product import MatrixProduct, kinds
 from jax_fp8.inspect.written_collectives import WrittenCollective, shaped, table, written
 from jax_fp8.jaxprs.equations import inner_jaxprs, turns
-from jax_fp8.kernels import dispatch, extension, grouped_gemm, weight_gradient
+from jax_fp8.kernels import dispatch, extension, few_rows_gemm, grouped_gemm, weight_gradient
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.passes import PLAIN_SCOPE
@@ -27,7 +27,9 @@ BY_EXPERTS = f"{BY_RECIPE}, each group of rows with the kernel of its expert"
 BY_RAGGED_DOT = "on an H200 XLA multiplies all rows by every expert, as many times the work"
 BY_REFERENCE = "FP8 values multiplied by the reference"
 
-FP8_TARGETS = (TARGET, *grouped_gemm.TARGETS)
+BY_FEW_ROWS = "FP8 weights by the kernel for few rows"
+
+FP8_TARGETS = (TARGET, *grouped_gemm.TARGETS, few_rows_gemm.TARGET)
 PLAIN_PRODUCTS = ("dot_general", "ragged_dot_general")
 
 # Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, whose step took 2.38 ms in FP8 and 2.26
@@ -197,7 +199,7 @@ def _fp8_gemm(equation: JaxprEqn, path: str, count: int) -> MatrixProduct:
     a, b = map(shaped, equation.invars[:2])
     (m, k), n = a.shape, shaped(equation.outvars[0]).shape[-1]  # b may have rows for more columns
     target = equation.params["target_name"]
-    reason = BY_RECIPE if target == TARGET else BY_EXPERTS
+    reason = {TARGET: BY_RECIPE, few_rows_gemm.TARGET: BY_FEW_ROWS}.get(target, BY_EXPERTS)
     return MatrixProduct(path, m, n, k, _names(a, b), target, count, is_fp8=True, by_design=True, reason=reason)
 
 

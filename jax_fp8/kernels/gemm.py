@@ -14,10 +14,9 @@ no algorithm, so rows are padded with zeros to a multiple of 16, which a trainin
 
 Large products of LINES by SQUARES, in E4M3, run on a kernel of our own on a GPU of compute capability 9.0
 (csrc/grouped_gemm.cu), the first of their candidates, before cuBLASLt's. `kernels/tuned_gemms.py` says which candidate
-runs.
+runs. Products of few rows may run on the kernel of kernels/few_rows_gemm.py, which has no candidates.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -25,20 +24,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8.core.cast import LINE, SQUARE, Tile
-from jax_fp8.core.checks import check_integer, check_number, describe
+from jax_fp8.core.cast import LINE, SQUARE
+from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import E4M3, E5M2
-from jax_fp8.core.fp8_array import Fp8Array, is_fp8, spread
+from jax_fp8.core.fp8_array import Fp8Array, is_fp8
 from jax_fp8.core.types import PyTree
-from jax_fp8.kernels.casting import check_whole_tiles, tile_dims
-from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
+from jax_fp8.kernels.casting import tile_dims
+from jax_fp8.kernels.dispatch import Split, dispatch, split_axes
+from jax_fp8.kernels.few_rows_gemm import call_few_rows, is_for_few_rows
+from jax_fp8.kernels.gemm_parts import REFERENCE_SCOPE as REFERENCE_SCOPE
+from jax_fp8.kernels.gemm_parts import (
+    RESULT_DTYPES,
+    Tiles,
+    add_addends,
+    check_addends,
+    check_columns,
+    check_tiles,
+    gather_columns,
+    product_reference,
+    scales_as_read,
+)
 from jax_fp8.kernels.partial_results import PartialResult
 from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 
 TARGET = "jax_fp8_gemm"
-REFERENCE_SCOPE = "jax_fp8_gemm_reference"
-RESULT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-Tiles = tuple[Tile | None, Tile | None]  # of a and b
 # Of the tiles of a and b, None for one scale a tensor: how a problem is called.
 SCALINGS: dict[Tiles, str] = {
     (None, None): "",
@@ -46,7 +55,7 @@ SCALINGS: dict[Tiles, str] = {
     (SQUARE, LINE): "2d1d",
     (LINE, LINE): "1d1d",
 }
-SCALES_ALIGNMENT, ROWS_IN_LINES = 4, 16
+ROWS_IN_LINES = 16
 WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper; as in csrc/gemm_plan.h
 
 
@@ -93,7 +102,7 @@ def matmul(
       ((16, 16), 32.0)
     """
     dtype = _check(a, b, dtype, accumulation, columns)
-    _check_addends(a, b, bias, c, alpha, columns)
+    check_addends("matmul", a.shape, b.shape, bias, c, alpha, columns)
     all_columns = "n" if columns is None else "p"
     matrices = ((a, "m k"), (b, f"{all_columns} k"))
     scales = ["" if x.scale.ndim == 0 else tile_dims(dims, x.granularity) for x, dims in matrices]
@@ -112,7 +121,7 @@ def matmul(
     # Of some columns each device makes those that it is to have, but by tile; of all, those whose rows of b it has.
     no_tiles = tiles == (None, None)
     part = PartialResult("n", of="p", size=columns[1], axes=columns_over) if columns is not None and no_tiles else None
-    (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands, part=part)
+    (d,) = dispatch(f"{rule} -> m n", kernel, partial(product_reference, **settings), *operands, part=part)
     return d
 
 
@@ -131,15 +140,15 @@ def _kernel(
     **how: PyTree,
 ):
     if tiles != (None, None):
-        b_scale = _check_tiles(a, b, b_scale, tiles, columns, split)
+        b_scale = check_tiles(a, b, b_scale, tiles, columns, split)
         b_scale, tiles = _scales_of_columns(b_scale, tiles, columns)
         a_scale, b_scale = (scales_as_read(*of) for of in zip((a_scale, b_scale), tiles, strict=True))
-    b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
+    b, addends, columns = gather_columns(b, addends, has_bias, split, columns)
     how |= {"columns": columns, "scaling": SCALINGS[tiles]}
     axes = split_axes(split, "k")
     if axes:  # partial products: sum them in float32, then add once
         d = _call(a, b, a_scale, b_scale, dtype=jnp.dtype(jnp.float32), has_bias=False, has_c=False, **how)
-        return (_add(lax.psum(d, axes), addends, has_bias, columns).astype(dtype),)
+        return (add_addends(lax.psum(d, axes), addends, has_bias, columns).astype(dtype),)
     return (_call(a, b, a_scale, b_scale, *addends, dtype=dtype, has_bias=has_bias, has_c=has_c, **how),)
 
 
@@ -159,6 +168,9 @@ def _call(
 ) -> jax.Array:
     (m, k), (first, n) = a.shape, columns or (0, b.shape[0])
     added = scaling or accumulation
+    if is_for_few_rows(m, a.dtype, b.dtype, scaling):
+        how = {"has_bias": has_bias, "has_c": has_c, "alpha": alpha, "columns": columns, "scaling": scaling}
+        return call_few_rows(a, b, *others, dtype=dtype, **how)
     problem = GemmProblem(m, n, k, a.dtype.name, b.dtype.name, dtype.name, has_bias, has_c, added)
     if missing := -m % ROWS_IN_LINES if scaling.startswith("1d") else 0:
         a, others = _with_more_rows(missing, a, *others, has_c=has_c)
@@ -192,17 +204,6 @@ def _with_more_rows(
     return jnp.pad(a, [(0, missing), (0, 0)]), (a_scale, *others)
 
 
-def _check_tiles(
-    a: jax.Array, b: jax.Array, b_scale: jax.Array, tiles: Tiles, columns: tuple[int, int] | None, split: Split
-):
-    """Raise where a mesh splits a tile; the scales of all rows of b, if some of its columns are wanted."""
-    b_dims = "n k" if columns is None else "p k"
-    for x, dims, tile in ((a, "m k", tiles[0]), (b, b_dims, tiles[1])):
-        if tile is not None:
-            check_whole_tiles(split, dims.split(), x.shape, tile)
-    return b_scale if tiles[1] is None or columns is None else gathered(b_scale, split, "p")
-
-
 def _scales_of_columns(b_scale: jax.Array, tiles: Tiles, columns: tuple[int, int] | None) -> tuple[jax.Array, tuple]:
     """The scales with which some rows of b are multiplied, and the tiles.
 
@@ -214,68 +215,6 @@ def _scales_of_columns(b_scale: jax.Array, tiles: Tiles, columns: tuple[int, int
     if tiles[1] == SQUARE:
         b_scale, tiles = jnp.repeat(b_scale, SQUARE[0], axis=0), (tiles[0], LINE)
     return b_scale[columns[0] : sum(columns)], tiles
-
-
-def scales_as_read(scale: jax.Array, tile: tuple[int, ...] | None) -> jax.Array:
-    """Scales in the order that GEMMs want, and as many: of lines the transpose; the last dim filled up."""
-    scale = scale.T if tile == LINE else scale
-    missing = -scale.shape[-1] % SCALES_ALIGNMENT
-    return jnp.pad(scale, [*[(0, 0)] * (scale.ndim - 1), (0, missing)], constant_values=1)
-
-
-def _reference(
-    a: jax.Array,
-    b: jax.Array,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    *addends: jax.Array,
-    split: Split,
-    dtype: jax.typing.DTypeLike,
-    has_bias: bool,
-    alpha: float,
-    columns: tuple[int, int] | None,
-    tiles: Tiles,
-):
-    b_scale = _check_tiles(a, b, b_scale, tiles, columns, split)
-    b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
-    if a_scale.ndim == b_scale.ndim == 0:
-        # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
-        a, b, factor, precision = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), alpha * (a_scale * b_scale), None
-    else:
-        a = a.astype(jnp.float32) * spread(a_scale, a.shape, tiles[0])
-        b = b.astype(jnp.float32) * spread(b_scale, b.shape, tiles[1])
-        factor, precision = alpha, lax.Precision.HIGHEST
-    if columns is not None:
-        b = lax.slice_in_dim(b, columns[0], sum(columns))
-    with jax.named_scope(REFERENCE_SCOPE):
-        contract = (((1,), (1,)), ((), ()))
-        product = lax.dot_general(a, b, contract, precision, preferred_element_type=jnp.float32)
-    axes = split_axes(split, "k")
-    product = lax.psum(product, axes) if axes else product
-    return (_add(product * factor, addends, has_bias, columns).astype(dtype),)
-
-
-def _gather_columns(
-    b: jax.Array, addends: Sequence[jax.Array], has_bias: bool, split: Split, columns: tuple[int, int] | None
-):
-    """Rows of b and elements of the bias from all shards; of those, where `columns` are to be made in parts,
-    this shard's, which are all of its columns then.
-    """
-    b, *bias = (gathered(array, split, "p") for array in (b, *addends[:has_bias]))
-    if columns is not None and split.get("n"):
-        first, count = columns[0], columns[1] // lax.axis_size(split["n"])
-        first = first + lax.axis_index(split["n"]) * count
-        b, *bias = (lax.dynamic_slice_in_dim(array, first, count) for array in (b, *bias))
-        columns = None
-    return b, (*bias, *addends[has_bias:]), columns
-
-
-def _add(product: jax.Array, addends: Sequence[jax.Array], has_bias: bool, columns: tuple[int, int] | None):
-    if has_bias and columns is not None:
-        addends = (addends[0][columns[0] : sum(columns)], *addends[1:])
-    for addend in addends:
-        product = product + lax.broadcast_to_rank(addend.astype(jnp.float32), product.ndim)
-    return product
 
 
 def _check(
@@ -302,26 +241,5 @@ def _check(
         raise ValueError(f"matmul writes bfloat16, float16 or float32, got {dtype=}; pick one of these and cast after")
     if accumulation not in ("fast", "split"):
         raise ValueError(f'accumulation must be "fast" or "split", got {accumulation!r}')
-    if columns is not None:
-        if not isinstance(columns, tuple) or len(columns) != 2:
-            raise ValueError(
-                f"columns must be the first and their number, got {columns!r}; pass a tuple of two integers"
-            )
-        for name, number in zip(("the first of columns", "the number of columns"), columns, strict=True):
-            check_integer(name, number, least=0)
-        first, count = columns
-        if first < 0 or count < 0 or first % 16 or count % 16 or first + count > b.shape[0]:
-            raise ValueError(
-                f"columns must be the first and the number of some of the {b.shape[0]}, multiples of 16, got {columns}"
-            )
+    check_columns(b.shape[0], columns)
     return jnp.dtype(dtype)
-
-
-def _check_addends(
-    a: Fp8Array, b: Fp8Array, bias: jax.Array | None, c: jax.Array | None, alpha: float, columns: tuple[int, int] | None
-):
-    m, n = a.shape[0], b.shape[0]
-    for name, array, shape in (("bias", bias, (n,)), ("c", c, (m, columns[1] if columns else n))):
-        if array is not None and getattr(array, "shape", None) != shape:
-            raise ValueError(f"matmul needs {name} of shape {shape}, got {describe(array)}; reshape or broadcast it")
-    check_number("alpha", alpha, "", lambda alpha: True, "multiply the result by what is traced")

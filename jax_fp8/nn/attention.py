@@ -22,8 +22,8 @@ from jax_fp8.nn.multi_head import (
     weight_dropout,
 )
 from jax_fp8.ops.attention import as_heads, attention, own_heads, positions_in
-from jax_fp8.ops.cached_attention import cached_attention
-from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary, rotate, rotated_features
+from jax_fp8.ops.cached_attention import attend_token, cached_attention, reads_token_by_kernel
+from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary, rotary_waves, rotate, rotated_features
 from jax_fp8.ops.rotary_scaling import Scaling
 
 KV_CACHE = "kv_cache"  # the collection with the `KeyValueCache` of every layer; it exists only during generation
@@ -155,10 +155,23 @@ def _attend(
     """Attention of (batch, seq, heads, head_dim), during generation also to the cached keys and values."""
     cache = module.get_variable(KV_CACHE, "slots")
     check_padding(layer_name(module), segment_ids, lengths, query.shape[:-2])
+    rotary = module.rotary_base, module.rotary_scaling, module.rotary_fraction
+    if cache is not None and reads_token_by_kernel(query, cache):
+        attended, cache = attend_token(
+            query,
+            key,
+            value,
+            cache,
+            rotary=rotary_waves(cache.positions, query.shape[-1], *rotary) if module.rotary else None,
+            window=module.sliding_window,
+            scale=module.attention_scale,
+            logit_cap=module.attention_logit_cap,
+        )
+        module.put_variable(KV_CACHE, "slots", cache)
+        return attended
     if module.rotary:
         positions = None if segment_ids is None else positions_in(segment_ids)
         positions = positions if cache is None else cache.positions
-        rotary = module.rotary_base, module.rotary_scaling, module.rotary_fraction
         query, key = (rotate(part, positions, *rotary) for part in (query, key))
     implementation, window = choose_implementation(module), module.sliding_window
     if cache is None:

@@ -24,6 +24,7 @@ from jax import lax
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.kernels.cached_attention import attend_to_cache, is_chosen
 from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.ops.attention import attention
 from jax_fp8.ops.capped import capped
@@ -114,6 +115,62 @@ def cached_attention(
     )
     is_own = is_token(cache.lengths, cache.prompt_slots)[:, :, None, None]
     return jnp.where(is_own, attended, attended[:, :1]), updated
+
+
+def attend_token(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: KeyValueCache,
+    *,
+    rotary: tuple[jax.Array, jax.Array] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    logit_cap: float | None = None,
+) -> tuple[jax.Array, KeyValueCache]:
+    """`cached_attention` of one new token of each row, (batch, 1, ...), by one kernel, which also rotates.
+
+    Args:
+      rotary: cosines and sines of the new tokens (batch, 1, rotated / 2); None: no rotation.
+    """
+    assert cache.step is not None, "a new token has a number"
+    keys, key_scales = _as_arrays(cache.key)
+    values, value_scales = _as_arrays(cache.value)
+    found = attend_to_cache(
+        query[:, 0],
+        key[:, 0],
+        value[:, 0],
+        keys,
+        values,
+        cache.lengths,
+        cache.step,
+        prompt_slots=cache.prompt_slots,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        logit_cap=logit_cap,
+        rotary=None if rotary is None else (rotary[0][:, 0], rotary[1][:, 0]),
+        key_scales=key_scales,
+        value_scales=value_scales,
+    )
+    return found.attended[:, None], replace(
+        cache,
+        key=_with_scales(found.keys, found.key_scales),
+        value=_with_scales(found.values, found.value_scales),
+    )
+
+
+def _as_arrays(slots: Slots) -> tuple[jax.Array, jax.Array | None]:
+    """The values, and in FP8 the scales (batch, kv_heads, slots)."""
+    return (slots.values, slots.scale[..., 0]) if isinstance(slots, Fp8Array) else (slots, None)
+
+
+def _with_scales(slots: jax.Array, scales: jax.Array | None) -> Slots:
+    return slots if scales is None else Fp8Array(slots, scales[..., None])
+
+
+def reads_token_by_kernel(query: jax.Array, cache: KeyValueCache) -> bool:
+    """Whether `attend_token` is to read these queries (batch, seq, heads, head_dim)."""
+    return cache.step is not None and is_chosen(query[:, 0], cache.key.shape[1])
 
 
 def _seen(cache: KeyValueCache, step: jax.Array, window: int | None) -> jax.Array:

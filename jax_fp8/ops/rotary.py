@@ -44,18 +44,37 @@ def rotate(
       fraction: the part of a head's features that rotates, its first ones.
     """
     features = rotated_features(x.shape[-1], fraction)
-    if scaling is None:
-        frequency, amplitude = plain_frequencies(base, features), 1.0
-    else:
-        length = x.shape[-3] if positions is None else jnp.max(positions) + 1
-        frequency, amplitude = scaling.frequencies(base, features, length), scaling.amplitude
+    length = x.shape[-3] if positions is None else None
     positions = jnp.arange(x.shape[-3]) if positions is None else positions
-    angle = positions.astype(jnp.float32)[..., None, None] * lax.broadcast_to_rank(frequency, positions.ndim + 2)
+    waves = rotary_waves(positions, x.shape[-1], base, scaling, fraction, length)
+    cos, sin = (lax.broadcast_to_rank(wave[..., None, :], x.ndim) for wave in waves)
     rotated, others = x[..., :features], x[..., features:]
     first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
-    cos, sin = (lax.broadcast_to_rank(wave(angle), x.ndim) for wave in (jnp.cos, jnp.sin))
-    if amplitude != 1:
-        cos, sin = cos * amplitude, sin * amplitude
     parts = [first * cos - second * sin, second * cos + first * sin]
     rotated = jnp.concatenate(parts, axis=-1).astype(x.dtype)
     return rotated if features == x.shape[-1] else jnp.concatenate([rotated, others], axis=-1)
+
+
+def rotary_waves(
+    positions: jax.Array,
+    head_dim: int,
+    base: float = ROTARY_BASE,
+    scaling: Scaling | None = None,
+    fraction: float = 1.0,
+    length: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The cosines and sines f32 (..., rotated / 2) by which tokens at `positions` i32 (...) are rotated.
+
+    Args:
+      head_dim: of it, `fraction` rotates.
+      length: of the sequence, for a scaling that depends on it; None: one more than the largest position.
+    """
+    features = rotated_features(head_dim, fraction)
+    if scaling is None:
+        frequency, amplitude = plain_frequencies(base, features), 1.0
+    else:
+        longest = jnp.max(positions) + 1 if length is None else length
+        frequency, amplitude = scaling.frequencies(base, features, longest), scaling.amplitude
+    angle = positions.astype(jnp.float32)[..., None] * lax.broadcast_to_rank(frequency, positions.ndim + 1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)

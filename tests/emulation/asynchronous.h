@@ -73,6 +73,11 @@ inline void cp_async_cg_shared_global(size_t target, const void* source, size_t 
                                       Place place = Place::current()) {
   begin_fetch(in_shared(static_cast<uint32_t>(target), place), source, count);
 }
+// With a hint to L2, which changes no result.
+inline void cp_async_cg_shared_global_L2__128B(size_t target, const void* source, size_t count,
+                                               Place place = Place::current()) {
+  cp_async_cg_shared_global(target, source, count, place);
+}
 inline void cp_async_wait_all() { end_fetches(); }
 inline void cp_async_commit_group() { end_batch_of_fetches(); }
 inline void cp_async_wait_group(int left) { end_batches_of_fetches(left); }

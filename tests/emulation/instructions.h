@@ -93,6 +93,8 @@ namespace ptx {
 
 using namespace emulation;
 
+inline void mov_b32(uint16_t& low, uint16_t& high, uint32_t x) { low = x & 0xFFFF, high = x >> 16; }
+
 inline void cvt_rn_satfinite_e4m3x2_f32(uint16_t& d, float high, float low) { d = encode_pair(kE4M3, high, low); }
 inline void cvt_rn_satfinite_e5m2x2_f32(uint16_t& d, float high, float low) { d = encode_pair(kE5M2, high, low); }
 inline void cvt_rn_f16x2_e4m3x2(uint32_t& d, uint16_t bytes) { d = halves_from_fp8(kE4M3, bytes); }

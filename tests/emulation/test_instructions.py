@@ -4,10 +4,11 @@ and what the lanes of a warp do together.
 
 import ml_dtypes
 import numpy as np
+import pytest
 import reference
 from reference import assert_same_bits
 
-from emulation import InPlace, Result, compile_for_cpu
+from emulation import EmulationError, InPlace, Result, compile_for_cpu
 
 CONVERSIONS = """
 __global__ void from_float(const float* x, uint16_t* e4m3, uint16_t* e5m2, uint16_t* bf16, uint16_t* f16, \
@@ -262,3 +263,50 @@ def test_what_the_lanes_of_a_warp_do_together():
     assert_same_bits(facts[..., 2], np.broadcast_to(unsigned.max(1, keepdims=True), x.shape))
     even = np.where(np.arange(32) % 2 == 0, unsigned[:, ::2].min(1, keepdims=True), 0).astype(np.uint32)
     assert_same_bits(facts[..., 3], even)
+
+
+def in_lanes(matrix, *order):
+    """What each lane has of a matrix. A row of it is a pair of halves, of 8 each; so is a column of one of 16."""
+    halves = matrix.reshape(-1, 8, 2, 4, 2) if matrix.shape[1] == 16 else matrix.reshape(2, 8, 4, 2)
+    return np.ascontiguousarray(halves.transpose(order))
+
+
+def product_in_lanes(a, b, c, change=("", "")):
+    """d = a b + c by the instruction of one warp; b [16, 8] is given as its transpose."""
+    kind = "f16" if a.dtype == np.float16 else "bf16"
+    kernel = f"""__global__ void product(const uint32_t* a, const uint32_t* b, const float* c, float* d) {{
+      a += 4 * threadIdx.x, b += 2 * threadIdx.x, c += 4 * threadIdx.x, d += 4 * threadIdx.x;
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, "
+                   "{{%8, %9}}, {{%10, %11, %12, %13}};"
+                   : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
+                     "f"(c[2]), "f"(c[3]));
+    }}"""
+    entry = """extern "C" int run(const uint32_t* a, const uint32_t* b, const float* c, float* d) {
+      product<<<1, 32>>>(a, b, c, d);
+      return cudaGetLastError();
+    }"""
+    # By row, group of four lanes: halves of columns before halves of rows, and pairs of neighbours in a word.
+    of_a, of_b = in_lanes(a, 1, 3, 2, 0, 4).view(np.uint32), in_lanes(b.T, 1, 3, 2, 0, 4).view(np.uint32)
+    of_c = in_lanes(c, 1, 2, 0, 3)
+    (d,) = compile_for_cpu(kernel.replace(*change), entry).call(
+        "run", of_a, of_b, of_c, Result((8, 4, 2, 2), np.float32)
+    )
+    return d.transpose(2, 0, 1, 3).reshape(16, 8)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_products_of_a_warp(dtype):
+    random = np.random.default_rng(0)
+    a, b = (random.integers(-50, 50, shape).astype(dtype) for shape in ((16, 16), (16, 8)))
+    c = random.integers(-50, 50, (16, 8)).astype(np.float32)
+    assert_same_bits(product_in_lanes(a, b, c), a.astype(np.float32) @ b.astype(np.float32) + c)
+    a[3, 5], b[7, 2] = np.nan, np.inf
+    wanted = a.astype(np.float32) @ b.astype(np.float32) + c
+    assert_same_bits(np.isnan(product_in_lanes(a, b, c)), np.isnan(wanted))
+
+
+def test_all_lanes_of_a_warp_must_multiply():
+    zeros = np.zeros((16, 16), np.float16)
+    with pytest.raises(EmulationError, match="mma"):
+        product_in_lanes(zeros, zeros[:, :8], np.zeros((16, 8), np.float32), ("asm", "if (threadIdx.x != 3) asm"))

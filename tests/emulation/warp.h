@@ -2,6 +2,8 @@
 #pragma once
 
 #include "fibers.h"
+#include "instructions.h"
+#include "intrinsics.h"
 
 using emulation::Place;
 
@@ -93,7 +95,15 @@ inline int __all_sync(unsigned mask, int predicate, Place place = Place::current
   return __ballot_sync(mask, predicate, place) == mask;
 }
 
-// ---- instructions for which CUDA has no intrinsics: clusters --------------------------------------------------------
+// ---- instructions for which CUDA has no intrinsics: clusters, products of a warp ------------------------------------
+
+namespace emulation {
+
+// d = a b + c: 16 x 8 sums of 16 products each. d, a, b and c are this lane's elements.
+void multiply_in_warp(Format format, float* const (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                      const float (&c)[4], Place place);
+
+}  // namespace emulation
 
 namespace ptx {
 
@@ -104,5 +114,15 @@ inline void barrier_cluster_wait_acquire(Place place = Place::current()) { emula
 inline void mapa_u64(uint64_t& d, uint64_t address, unsigned rank, Place place = Place::current()) {
   d = reinterpret_cast<uint64_t>(emulation::in_block(reinterpret_cast<void*>(address), rank, place));
 }
+
+#define EMULATION_PRODUCT(name, format)                                                                               \
+  inline void name(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,    \
+                   uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3, Place place = Place::current()) { \
+    emulation::multiply_in_warp(format, {&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}, place);   \
+  }
+
+EMULATION_PRODUCT(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, emulation::kFloat16)
+EMULATION_PRODUCT(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, emulation::kBFloat16)
+#undef EMULATION_PRODUCT
 
 }  // namespace ptx

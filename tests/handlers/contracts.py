@@ -5,12 +5,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from handlers.calls import BF16, E4M3, E5M2, F16, F32, S32, U8, U16, U32, Buffer, Call
+from handlers.arrays import ONE, SCALAR, SOURCES, floats, tiles
+from handlers.calls import BF16, E4M3, E5M2, F16, F32, S32, U16, U32, Buffer, Call
+from handlers.generation_contracts import cached_attention
+from handlers.product_contracts import few_rows, gemm, grouped, weight_gradient
 
-WORKSPACE = Buffer(U8, (32 << 20,), -1)
-SCALAR = Buffer(F32, ())
-ONE = Buffer(F32, (), np.array(1, np.float32))
-SOURCES = (F32, BF16, F16)
 SHAPES = ((16, 32), (5, 3), (128, 272), (0, 32), (16, 0))
 FP8 = (E4M3, E5M2)
 
@@ -18,18 +17,6 @@ SCALE_RULE = {"row": np.int32(0), "from_amax": True, "margin": np.int32(0), "ama
 SCALE_RULE |= {"power_2_scale": False}
 TILE_RULE = {"square": False, "square_t": False, "margin": np.int32(1), "amax_epsilon": np.float32(1e-4)}
 TILE_RULE |= {"power_2_scale": True}
-
-
-def tiles(length: int) -> int:
-    return -(-length // 128)
-
-
-def filled_up(length: int) -> int:
-    return -(-length // 4) * 4
-
-
-def floats(*shape: int) -> Buffer:
-    return Buffer(F32, shape)
 
 
 def contracts() -> dict[str, list[Call]]:
@@ -46,7 +33,8 @@ def contracts() -> dict[str, list[Call]]:
         norm,
         norm_by_tile,
     )
-    makers += (norm_backward, cross_entropy, update_state, adam, grouped, gemm, weight_gradient)
+    makers += (norm_backward, cached_attention, cross_entropy, update_state, adam, few_rows, grouped, gemm)
+    makers += (weight_gradient,)
     for maker in makers:
         for call in maker():
             found.setdefault(f"jax_fp8_{call.target}", []).append(
@@ -281,50 +269,3 @@ def adam() -> Iterator[Call]:
     by_tile.cast(32, 160).cast(16, 16)
     by_tile.leaf((32, 128), PARAM, place=(0, 0)).leaf((32, 32), PARAM, place=(0, 128))
     yield by_tile.leaf((16, 16), PARAM | MASTER, param=BF16, place=(1, 0)).call()
-
-
-def starts_of(*ends: int) -> Buffer:
-    return Buffer(S32, (1 + len(ends),), np.array([0, *ends], np.int32), trusted=True)
-
-
-def grouped() -> Iterator[Call]:
-    for scaling, d in itertools.product(("", "1d2d"), SOURCES):
-        rows, k, n, groups = 256, 144, 48, 2
-        a, b = Buffer(E4M3, (rows, k), 17), Buffer(E4M3 if scaling else E5M2, (groups, n, k), 18)
-        a_scale = floats(tiles(k), filled_up(rows)) if scaling else ONE
-        b_scale = floats(groups, tiles(n), filled_up(tiles(k))) if scaling else ONE
-        operands = (a, b, a_scale, b_scale, starts_of(128, 256))
-        yield Call("grouped_gemm", operands, (Buffer(d, (rows, n)),), {"scaling": scaling})
-        m, rows = 32, 256
-        a, b = Buffer(E4M3 if scaling else E5M2, (m, rows), 19), Buffer(E4M3, (n, rows), 20)
-        a_scale = floats(tiles(rows), filled_up(m)) if scaling else ONE
-        b_scale = floats(tiles(n), filled_up(tiles(rows))) if scaling else ONE
-        operands = (a, b, a_scale, b_scale, starts_of(128, 256))
-        yield Call("grouped_gemm_weight_gradient", operands, (Buffer(d, (groups, m, n)),), {"scaling": scaling})
-
-
-def gemm() -> Iterator[Call]:
-    m, k = 5, 272
-    variants = itertools.product(("", "1d2d", "2d1d", "1d1d"), ((48, 48, 0), (256, 32, 128), (0, 0, 0)), (False, True))
-    for number, (scaling, (every, n, first), has_addends) in enumerate(variants):
-        d = SOURCES[number % 3]
-        a, b = Buffer(E4M3, (m, k), 21), Buffer(E5M2 if number % 2 else E4M3, (every, k), 22)
-        a_scale = b_scale = ONE
-        if scaling:
-            lines, squares = floats(tiles(k), filled_up(m)), floats(tiles(m), filled_up(tiles(k)))
-            a_scale = lines if scaling.startswith("1d") else squares
-            lines, squares = floats(tiles(k), filled_up(n)), floats(tiles(every), filled_up(tiles(k)))
-            b_scale = lines if scaling.endswith("1d") else squares
-        addends = (Buffer(BF16 if d == F32 else d, (every,)), Buffer(d, (m, n))) if has_addends else ()
-        how = {"has_bias": has_addends, "has_c": has_addends, "fast_accumulation": not scaling}
-        how |= {"alpha": np.float32(1), "first_column": np.int64(first), "candidate": np.int32(number % 3)}
-        results = (Buffer(d, (m, n)), WORKSPACE)
-        yield Call("gemm", (a, b, a_scale, b_scale, *addends), results, how | {"scaling": scaling})
-
-
-def weight_gradient() -> Iterator[Call]:
-    for k, m, n, total in ((3, 16, 24, True), (1, 8, 8, False), (5, 0, 8, False), (5, 8, 0, True)):
-        dtype = BF16 if total else F16
-        d = floats(m, n)
-        addends = (d,) if total else ()
-        yield Call("weight_gradient", (Buffer(dtype, (k, m), 23), Buffer(dtype, (k, n), 24), *addends), (d, WORKSPACE))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.inspect.matrix_product import kinds
-from jax_fp8.kernels import dispatch, extension
+from jax_fp8.kernels import dispatch, extension, few_rows_gemm
 
 # Which test gets this warning, said once a process, depends on their order.
 pytestmark = pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
@@ -40,6 +40,16 @@ def test_three_products_of_a_layer():
         assert name in gemm.layer.split("/")
         assert gemm.is_fp8
         assert gemm.target == FP8_TARGET
+
+
+@pytest.mark.skipif(not extension.built(), reason="the extension has no kernels")
+def test_products_of_few_rows_say_their_kernel(with_kernels, monkeypatch):
+    monkeypatch.setattr(few_rows_gemm, "MOST_ROWS", 32)
+    module = fp8.Dense(32)
+    variables = module.init(jax.random.key(0), X)
+    found = [fp8.explain(module.apply, variables, jnp.concatenate([X] * times)) for times in (1, 2)]
+    assert [[gemm.target for gemm in gemms] for gemms in found] == [["jax_fp8_few_rows_gemm"], ["jax_fp8_gemm"]]
+    assert "FP8 weights by the kernel for few rows" in str(found[0])
 
 
 @pytest.mark.parametrize("head_recipe", [None, fp8.CurrentScaling()], ids=["bf16", "fp8"])

@@ -171,33 +171,13 @@ def test_the_module_has_handlers_exactly_when_it_is_built():
 @needs_kernels
 def test_build_info_is_what_was_built():
     info = extension.build_info()
-    names = (
-        "quantize",
-        "quantize_transpose",
-        "quantize_transpose_sums",
-        "quantize_by_tile",
-        "quantize_by_tile_sums",
-        "uninitialized",
-        "transpose",
-        "activation_quantize",
-        "activation_quantize_by_tile",
-        "activation_amax",
-        "activation_backward_quantize",
-        "activation_backward_quantize_by_tile",
-        "activation_backward_amax",
-        "amax",
-        "adam",
-        "update_state",
-        "norm_quantize",
-        "norm_quantize_by_tile",
-        "norm_amax",
-        "norm_backward",
-        "cross_entropy",
-        "grouped_gemm",
-        "grouped_gemm_weight_gradient",
-        "gemm",
-        "weight_gradient",
-    )
+    names = """
+        quantize quantize_transpose quantize_transpose_sums quantize_by_tile quantize_by_tile_sums uninitialized
+        transpose activation_quantize activation_quantize_by_tile activation_amax activation_backward_quantize
+        activation_backward_quantize_by_tile activation_backward_amax amax adam update_state norm_quantize
+        norm_quantize_by_tile norm_amax norm_backward cached_attention cross_entropy few_rows_gemm grouped_gemm
+        grouped_gemm_weight_gradient gemm weight_gradient
+    """.split()
     assert info["targets"] == tuple(f"jax_fp8_{name}" for name in names)
     assert re.fullmatch(r"1[2-9]\.\d+", info["cuda_version"])
     assert (info["cublaslt_version"] is None) != (info["cublaslt_reason"] is None)
@@ -290,6 +270,12 @@ def calls():
         "jax_fp8_activation_backward_amax": ((SCALAR,), (x, gated), swiglu),
         "jax_fp8_amax": ((SCALAR,), (x,), {}),
         "jax_fp8_cross_entropy": ((x, row, row), (x, labels, row), {"z_loss": np.float32(0.1)}),
+        "jax_fp8_few_rows_gemm": (
+            (product,),
+            (matrix, matrix, SCALAR, SCALAR),
+            {name: value for name, value in GEMM_ATTRIBUTES.items() if name not in ("fast_accumulation", "candidate")}
+            | {"config": np.int32(0)},
+        ),
         "jax_fp8_gemm": ((product, WORKSPACE), (matrix, matrix, SCALAR, SCALAR), GEMM_ATTRIBUTES),
         "jax_fp8_weight_gradient": ((of_weight, WORKSPACE), (x, product), {}),
     }

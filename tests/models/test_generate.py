@@ -4,90 +4,16 @@ Exact where mathematics is: in float32, and in FP8 where scales do not depend on
 or of `CurrentScaling` with an `amax_epsilon` above all amaxes.
 """
 
-from dataclasses import replace
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from generation import LENGTHS, MODELS, NEW, PROMPT, VOCAB, made, shortfall, write
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_fp8 as fp8
-from jax_fp8.core.paths import map_with_names
 from jax_fp8.models import decoder, reader
-from jax_fp8.models import generate as generation
 from jax_fp8.models.generate import BLOCK
-from jax_fp8.models.reader import Reader
-from jax_fp8.ops.weight_version import version_of
-
-VOCAB, WINDOW, NEW = 64, 32, 10
-SHAPE = {"vocab_size": VOCAB, "num_layers": 1, "num_heads": 4, "hidden_size": 32, "max_seq_len": WINDOW}
-LEARNED = fp8.GPTConfig(**SHAPE)
-ROTARY = fp8.GPTConfig(
-    **SHAPE,
-    positions="rotary",
-    num_kv_heads=2,
-    norm="rmsnorm",
-    activation="swiglu",
-    use_bias=False,
-    tie_embeddings=False,
-)
-QWEN = replace(
-    ROTARY,
-    num_layers=2,
-    rotary_base=5e5,
-    rotary_scaling=fp8.RotaryScaling(factor=4.0, original_length=16),
-    norm_epsilon=1e-5,
-    head_dim=16,
-    use_qkv_bias=True,
-    qk_norm=True,
-)
-DELAYED, FIXED = fp8.DelayedScaling(amax_history_len=2), fp8.CurrentScaling(amax_epsilon=16.0)
-LENGTHS = np.int32([5, 11, 16])
-PROMPT = np.random.default_rng(1).integers(0, VOCAB, (3, 16), np.int32)
-MODELS = {
-    "learned": fp8.GPT(LEARNED, recipe=None, dtype=jnp.float32),
-    "rotary": fp8.GPT(replace(ROTARY, num_layers=2), recipe=None, dtype=jnp.float32),
-    "window": fp8.GPT(replace(ROTARY, num_layers=2, sliding_window=5), recipe=None, dtype=jnp.float32),
-    "qwen": fp8.GPT(QWEN, recipe=None, dtype=jnp.float32),
-    "qwen, delayed": fp8.GPT(replace(QWEN, num_layers=1), recipe=DELAYED, dtype=jnp.float32),
-    "delayed": fp8.GPT(ROTARY, recipe=DELAYED, dtype=jnp.float32),
-    "block": fp8.GPT(ROTARY, recipe=fp8.BlockScaling(), head_recipe=fp8.BlockScaling(), dtype=jnp.float32),
-    "current, FP8 head": fp8.GPT(LEARNED, recipe=FIXED, head_recipe=FIXED, dtype=jnp.float32),
-}
-
-
-def made(model):
-    """Random variables, of which nothing is compiled, with scales that suit them."""
-    random, tokens = np.random.default_rng(0), jnp.zeros((1, 16), jnp.int32)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
-
-    def draw(names, leaf):
-        return jnp.float32(random.normal(names[-1] == "scale", 0.2, leaf.shape))
-
-    params = map_with_names(draw, shapes["params"])
-    scales = jnp.float32([1 / 16, 1 / 256, 1])
-    state = jax.tree.map(lambda leaf: scales if leaf.ndim == 1 else jnp.zeros(leaf.shape), shapes.get("fp8", {}))
-    return {"params": params, **({"fp8": state} if state else {})}
-
-
-def write(model, variables, prompt=PROMPT, lengths=LENGTHS, **options):
-    return np.asarray(fp8.generate(model, variables, prompt, lengths=lengths, **{"max_new_tokens": NEW} | options))
-
-
-def shortfall(model, variables, written):
-    """How much less likely than the most likely one a written token is in the full pass, at most: logits in standard
-    deviations.
-    """
-    text = np.zeros((len(LENGTHS), WINDOW), np.int32)
-    for row, length in enumerate(LENGTHS):
-        text[row, : length + NEW] = [*PROMPT[row, :length], *written[row]]
-    logits = np.asarray(jax.jit(model.apply)(variables, text))
-    places = LENGTHS[:, None] - 1 + np.arange(NEW)
-    found = np.take_along_axis(logits, places[..., None], axis=1)  # (rows, new, vocab)
-    return np.max(found.max(-1) - np.take_along_axis(found, written[..., None], -1)[..., 0]) / found.std()
-
 
 ON_VERSIONS = {"qwen, delayed", "learned"}  # a second jax has the same loop for all
 
@@ -180,73 +106,6 @@ def test_one_program_and_stops(monkeypatch, traced_anew):
     assert counts["traced"] == traced
     write(model, variables, np.tile(PROMPT, 2)[:, :20], None, stop_tokens=[7], **options)
     assert counts["traced"] > traced  # negative control: 20 tokens are padded to 32
-
-
-@pytest.mark.versions
-def test_streamed_tokens_are_those_of_one_call(traced_anew):
-    """Each is on the host while the next is computed; an iterator need not be read to its end."""
-    model = MODELS["delayed"]
-    variables, options = made(model), {"temperature": 1.0, "key": jax.random.key(5), "lengths": LENGTHS}
-    stream = partial(fp8.generate, model, variables, PROMPT, stream=True, **options)
-    whole = write(model, variables, **options)
-    parts = list(stream(max_new_tokens=NEW))
-    assert all(isinstance(part, np.ndarray) and part.shape == (3,) for part in parts)
-    np.testing.assert_array_equal(np.stack(parts, axis=1), whole)
-    np.testing.assert_array_equal(next(stream(max_new_tokens=NEW)), whole[:, 0])
-    stops = sorted({int(row[4]) for row in whole})
-    ended = np.stack(list(stream(max_new_tokens=NEW, stop_tokens=stops)), axis=1)
-    last = max(np.isin(whole, stops).argmax(axis=1))
-    assert ended.shape[1] == last + 1 < NEW  # with the last row
-    np.testing.assert_array_equal(ended, write(model, variables, **options, stop_tokens=stops)[:, : last + 1])
-    with pytest.raises(ValueError, match=r"stream=True hands tokens to the host, .* got traced arrays; call generate"):
-        jax.jit(lambda variables: list(fp8.generate(model, variables, PROMPT, max_new_tokens=2, stream=True)))(
-            variables
-        )
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize(("new", "room"), [(1, 1), (2, 9), (9, 9), (10, 17), (129, 129), (130, 257), (300, 385)])
-def test_the_room_for_new_tokens(new, room):
-    """The first token and whole blocks, so that no token is written behind the end."""
-    assert generation._room(new) == room >= new and (room - 1) % BLOCK == 0
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("name", ["learned", "window", "qwen"])
-def test_keys_and_values_in_fp8(name):
-    """One byte an element; tokens are those of the full pass but where two are nearly equally likely."""
-    model = MODELS[name]
-    variables = made(model)
-    in_fp8 = write(model, variables, kv_cache_dtype=fp8.E4M3)
-    assert shortfall(model, variables, in_fp8) < 0.2  # in standard deviations of logits
-    np.testing.assert_array_equal(in_fp8, write(model, variables, kv_cache_dtype=fp8.E4M3))
-    cast = jax.eval_shape(lambda: Reader.for_prompts(model, variables, LENGTHS, 16))
-    caches = [jax.eval_shape(lambda dtype=dtype: cast.empty_caches(8, dtype)) for dtype in (None, fp8.E4M3)]
-    plain, small = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(of)) for of in caches)
-    width = model.config.features_of_head
-    assert small / plain == (width + 4) / (4 * width)
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("name", ["delayed", "block"])
-def test_a_valid_weight_cache_is_not_cast_again(name, monkeypatch, traced_anew):
-    model, asked = MODELS[name], []
-    variables, cast = made(model), reader.cast_gemms
-    wanted = write(model, variables)
-    monkeypatch.setattr(reader, "cast_gemms", lambda *given: asked.append(set(given[2])) or cast(*given))
-    cache = fp8.cast_weights(variables, model.recipe, forward=lambda v: model.apply(v, PROMPT))
-    np.testing.assert_array_equal(write(model, {**variables, "fp8_cache": cache}), wanted)
-    assert asked == [set()]
-    params = jax.tree.map(lambda x: jnp.roll(x, 1, axis=-1), variables["params"])
-    other = {**variables, "params": params}
-    fresh = write(model, other)
-    assert (fresh != wanted).any()
-    np.testing.assert_array_equal(write(model, {**other, "fp8_cache": cache}), fresh)  # stale: the program that casts
-    assert asked == [set()]
-    changed = model.clone(recipe=fp8.CurrentScaling())
-    without_state = {"params": params, "fp8_cache": {**cache, "params_version": version_of(params, cache)}}
-    write(changed, without_state)
-    assert len(asked[-1]) == 4  # of another recipe
 
 
 @pytest.mark.versions

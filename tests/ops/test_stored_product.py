@@ -9,6 +9,8 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.kernels import few_rows_gemm
+from jax_fp8.ops import stored_product as module
 from jax_fp8.ops.stored_product import stored_product
 from jax_fp8.ops.weights import frozen_weight
 
@@ -50,3 +52,21 @@ def test_kernels_that_are_apart_and_gradients():
     kernel = np.asarray(whole.columnwise.dequantize(), np.float64)
     np.testing.assert_allclose(dx, 2 * (X.astype(np.float64) @ kernel.T) @ kernel, rtol=1e-4, atol=1e-2)
     assert np.abs(dx).max() > 1 and dscale == 0
+
+
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling()], ids=["one scale", "squares"])
+def test_few_rows_go_to_their_kernel(recipe, monkeypatch):
+    """Where they are chosen: the same product and the same gradient, also for more rows, which it does not take."""
+    weight, taken = frozen_weight(recipe, (jnp.asarray(KERNEL),)), []
+    multiply = few_rows_gemm.multiply_few_rows
+    monkeypatch.setattr(few_rows_gemm, "MOST_ROWS", 15)
+    monkeypatch.setattr(module, "multiply_few_rows", lambda *a, **options: taken.append(1) or multiply(*a, **options))
+    for rows, times in ((3, 1), (5, 1), (4, 0)):
+        x = jnp.asarray(X[:rows] if times else np.concatenate([X, X]), jnp.bfloat16)
+        loss = lambda x: (stored_product(x, weight).astype(jnp.float32) ** 2).sum()  # noqa: E731
+        y, dx = stored_product(x, weight), jax.grad(loss)(x)
+        exact = np.asarray(x, np.float64) @ np.asarray(weight.columnwise.dequantize(), np.float64).T
+        assert np.abs(np.asarray(y, np.float64) - exact).max() <= np.abs(exact).max() / 100
+        wanted = 2 * exact @ np.asarray(weight.columnwise.dequantize(), np.float64)
+        assert np.abs(np.asarray(dx, np.float64) - wanted).max() <= np.abs(wanted).max() / 30
+        assert bool(taken) == bool(times) and not taken.clear()

@@ -1,0 +1,97 @@
+// How a product of few rows is divided among blocks, warps and steps. The host chooses a plan, and the kernel follows
+// it.
+#pragma once
+
+#include <cstdint>
+
+#include "../sizes.h"
+
+namespace jax_fp8::few_rows_gemm {
+
+constexpr int kMostRows = 64;          // of a
+constexpr int kMostDepth = 1 << 30;    // k, so that an int holds the end of a phase behind it
+constexpr int kChunk = 128;            // elements along k that a warp multiplies at once, and a line of scales
+constexpr int kWarpRows = 16;          // of b in one product of the tensor cores
+constexpr int kMostBlockRows = 128;    // of b: so those of a block lie in one square of scales
+constexpr int kMostCluster = 8;        // blocks, the portable size
+constexpr int kLaneBytes = 16;         // that a lane copies at once
+constexpr int kFloatsBetweenRows = 4;  // of sums in shared memory, against bank conflicts
+
+enum class Scaling {
+  kOne,      // one scale for a and one for b
+  kLines,    // a has one for each 1 x 128, and b one for each 128 x 128
+  kSquares,  // a has one scale, and b one for each 128 x 128
+};
+
+// The batches of weights that a lane has under way, each of 64 bytes for every tile of 16 rows. For many rows of a,
+// activations need most of the shared memory.
+constexpr int stages_of(int row_groups, int row_tiles) { return row_groups >= 4 ? 3 : 8 / row_tiles; }
+
+// Rows of a, eight by eight.
+constexpr int row_groups_of(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : 8; }
+
+// The most threads of a block, which decide how many registers each may use: 128 or 255.
+constexpr int most_threads(int row_groups) { return row_groups >= 4 ? 256 : 512; }
+
+struct Plan {
+  int row_tiles;    // tiles of 16 rows of b that a warp multiplies: 1 or 2
+  int row_warps;    // warps side by side along the rows of b
+  int depth_warps;  // warps that take turns at the chunks along k
+  int cluster;      // blocks that share the same rows of b, each with a part of k
+  int phase_steps;  // steps whose activations are copied together. In a step each warp multiplies one chunk
+  int ahead;        // phases that are copied before they are needed
+
+  constexpr int block_rows() const { return row_warps * row_tiles * kWarpRows; }
+  constexpr int warps() const { return row_warps * depth_warps; }
+  constexpr int threads() const { return warps() * 32; }
+};
+
+// What follows from a plan, for a kernel that has no functions of the host.
+struct Course {
+  int block_rows;             // of b
+  int all_chunks;             // along k
+  int chunks, steps, phases;  // of one block
+  int phase_slots, stages;    // that shared memory holds, of activations and of weights
+
+  Course(const Plan& plan, int64_t k, int row_groups)
+      : block_rows(plan.block_rows()),
+        all_chunks(static_cast<int>(divide_up(k, kChunk))),
+        chunks(static_cast<int>(divide_up(all_chunks, plan.cluster))),
+        steps(static_cast<int>(divide_up(chunks, plan.depth_warps))),
+        phases(static_cast<int>(divide_up(steps, plan.phase_steps))),
+        phase_slots(phases <= plan.ahead ? phases : plan.ahead + 1),
+        stages(steps < stages_of(row_groups, plan.row_tiles) ? steps : stages_of(row_groups, plan.row_tiles)) {}
+};
+
+// Shared memory, in bytes from its start. After the products, the sums of the warps take the place of weights and
+// activations. What other blocks send has a place of its own, since they may be ahead.
+struct Layout {
+  int phase_row;      // from one row of activations to the next
+  int phase_scales;   // where the scales of a phase begin
+  int phase;          // from one phase to the next
+  int ring;           // where the weights begin
+  int stage;          // from one batch of weights to the next
+  int sums_row;       // from one row of sums to the next
+  int received;       // where sums from other blocks begin
+  int received_part;  // of one block
+  int bytes;          // of all
+
+  Layout(const Plan& plan, const Course& course, Scaling scaling, int m, int row_groups, int element_bytes) {
+    const int chunks = plan.phase_steps * plan.depth_warps;
+    // A quarter of a warp reads two rows of activations. These begin 64 bytes apart, modulo all banks, where a row has
+    // one byte for each element; with two bytes, a lane reads every second vector, and 16 bytes apart is right.
+    phase_row = chunks * kChunk * element_bytes + (element_bytes == 1 ? 64 : 16);
+    phase_scales = m * phase_row;
+    phase = phase_scales + (scaling == Scaling::kLines ? chunks * row_groups * 8 * 4 : 0);
+    ring = phase * course.phase_slots;
+    stage = plan.threads() * 4 * plan.row_tiles * kLaneBytes;
+    const int products = ring + stage * course.stages;
+    sums_row = (plan.block_rows() + kFloatsBetweenRows) * 4;
+    const int sums = plan.depth_warps * row_groups * 8 * sums_row;
+    received = products > sums ? products : sums;
+    received_part = static_cast<int>(divide_up(m * plan.block_rows() / 2, plan.cluster)) * 8;
+    bytes = received + (plan.cluster > 1 ? plan.cluster * received_part : 0);
+  }
+};
+
+}  // namespace jax_fp8::few_rows_gemm

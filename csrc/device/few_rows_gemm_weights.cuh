@@ -1,0 +1,112 @@
+// The weights of a GEMM of few rows, on their way from memory to the registers of a lane: a ring in shared memory that
+// needs no barrier, since each lane reads only what it has copied itself.
+#pragma once
+
+#include <cstdint>
+
+#include "../few_rows_gemm.h"
+#include "few_rows_gemm_plan.cuh"
+#include "own_slots.cuh"
+
+namespace jax_fp8::few_rows_gemm {
+
+// The kernel's parameter.
+struct Arguments {
+  Problem problem;
+  Operands operands;
+  Plan plan;
+  Course course;
+  Layout layout;
+};
+
+// Waits until all batches of this thread but the latest kCount have arrived.
+template <int kCount>
+__device__ inline void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kCount) : "memory");
+}
+
+__device__ inline uint4 read_four(const uint8_t* shared) { return *reinterpret_cast<const uint4*>(shared); }
+
+// This block's part of k and this warp's rows of b.
+struct Part {
+  int rank, first_row, first_chunk, chunks;  // the block's rank in its cluster; the block's first row of b
+  int row_warp, depth_warp, lane;
+
+  __device__ explicit Part(const Arguments& arguments) {
+    const Plan& plan = arguments.plan;
+    const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32;
+    rank = block % plan.cluster, first_row = block / plan.cluster * arguments.course.block_rows;
+    first_chunk = rank * arguments.course.chunks;
+    chunks = min(arguments.course.chunks, arguments.course.all_chunks - first_chunk);
+    row_warp = warp / plan.depth_warps, depth_warp = warp % plan.depth_warps;
+    lane = static_cast<int>(threadIdx.x) % 32;
+  }
+};
+
+// Starts an asynchronous copy of 16 bytes to shared memory, and of 128 to L2: the neighbours are needed at once too.
+__device__ inline void fetch_weights(void* shared, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], %2;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(source), "n"(16)
+               : "memory");
+}
+
+// What the lane copies ahead, in a ring of batches.
+template <int kRowGroups, int kRowTiles>
+class Weights {
+ public:
+  static constexpr int kStages = stages_of(kRowGroups, kRowTiles);
+
+  __device__ Weights(const Arguments& arguments, const Part& part, uint8_t* shared)
+      : arguments_(arguments), part_(part), slots_(shared + arguments.layout.ring + threadIdx.x * kLaneBytes) {
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      // A tile behind the last row reads the last one; its sums are not written.
+      const int row = part.first_row + (part.row_warp * kRowTiles + tile) * kWarpRows;
+      const int64_t within = min(row, arguments.problem.n - kWarpRows) + part.lane / 4;
+      rows_[tile] = static_cast<const uint8_t*>(arguments.operands.b) + within * arguments.problem.k;
+    }
+  }
+
+  __device__ bool has(int step) const { return chunk_of(step) < part_.chunks; }
+
+  __device__ void fetch(int step) {
+    if (has(step)) {
+      const int k = arguments_.problem.k;
+      const int64_t below = int64_t{8} * k;
+      uint8_t* const slot = slots_ + step % kStages * arguments_.layout.stage;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Behind the end of k the activations are zeros. What they are multiplied by must be a number, or a NaN that
+        // this row of b has anyway.
+        const int depth = (part_.first_chunk + chunk_of(step)) * kChunk + half * 64 + part_.lane % 4 * kLaneBytes;
+        const int within = min(depth, k - kLaneBytes);
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+          fetch_weights(slot + offset(tile, 0, half), rows_[tile] + within);
+          fetch_weights(slot + offset(tile, 1, half), rows_[tile] + below + within);
+        }
+      }
+    }
+    end_batch();
+  }
+
+  // The lane's elements of row g, or g + 8, of a tile.
+  __device__ uint4 read(int step, int tile, int lower, int half) const {
+    return read_four(slots_ + step % kStages * arguments_.layout.stage + offset(tile, lower, half));
+  }
+
+ private:
+  __device__ int chunk_of(int step) const { return step * arguments_.plan.depth_warps + part_.depth_warp; }
+
+  __device__ static int offset(int tile, int lower, int half) {
+    return ((tile * 2 + lower) * 2 + half) * static_cast<int>(blockDim.x) * kLaneBytes;
+  }
+
+  const Arguments& arguments_;
+  const Part& part_;
+  uint8_t* const slots_;
+  const uint8_t* rows_[kRowTiles];
+};
+
+}  // namespace jax_fp8::few_rows_gemm

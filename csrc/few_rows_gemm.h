@@ -1,0 +1,50 @@
+// A GEMM of few rows, for text generation: reading the weights bounds its time. The tensor cores multiply by the
+// instruction of one warp (mma.sync), so it runs on every GPU that has FP8. On compute capability 9.0 or newer, the
+// blocks of a cluster share a long k.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "device/few_rows_gemm_plan.cuh"
+#include "dtypes.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fp8 {
+
+extern XLA_FFI_Handler* const few_rows_gemm_handler;
+
+}  // namespace jax_fp8
+
+namespace jax_fp8::few_rows_gemm {
+
+// All matrices are row-major: d[m, n] = alpha (a[m, k] a_scale) · (b[n, k] b_scale)ᵀ + bias[n] + c[m, n]. k and n are
+// multiples of 16, and m is at most kMostRows. b is E4M3; a is E4M3 or bfloat16.
+//
+// Products are exact, and their sums are float32. Where tiles have scales, the sum of each 128 products is multiplied
+// by its scales and then added.
+struct Problem {
+  int m, n, k;
+  bool a_is_bfloat16;
+  Scaling scaling;  // kOne, and kLines of E4M3 or kSquares of bfloat16
+  SourceType d;
+  float alpha;
+  int32_t config;  // the plan as `plan_of` reads it; 0: a plan that suits the shape
+};
+
+// a_scale is f32[], or of lines f32[ceil(k / 128), m]. b_scale is f32[], or of squares f32[ceil(n / 128),
+// ceil(k / 128)]. The last dim of both is padded to a multiple of four. bias has the dtype of d, or bfloat16 where d is
+// float32. It may be null, and so may c.
+struct Operands {
+  const void *a, *b;
+  const float *a_scale, *b_scale;
+  const void *bias, *c;
+  void* d;
+};
+
+// Returns the reason of a failure, or an empty string.
+std::string enqueue(const Problem& problem, const Operands& operands, cudaStream_t stream);
+
+}  // namespace jax_fp8::few_rows_gemm

@@ -1,0 +1,101 @@
+"""Calls of csrc/few_rows_gemm.cu on the CPU, and what each must make of its operands, in float64."""
+
+import ml_dtypes
+import numpy as np
+from emulation import ORDERS, Result, compile_for_cpu
+
+SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
+F32, BF16, F16 = SOURCES
+E4M3 = ml_dtypes.float8_e4m3fn
+ONE, LINES, SQUARES = range(3)  # in the order of Scaling
+# The scales, and whether a is bfloat16.
+PAIRS = {"": (ONE, False), "1d2d": (LINES, False), "bfloat16": (ONE, True), "bfloat16, 2d": (SQUARES, True)}
+
+ENTRY = """
+extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, int64_t scaling, int64_t d_type,
+                        double alpha, int64_t config, const void* a, const void* b, const float* a_scale,
+                        const float* b_scale, const void* bias, const void* c, void* d) {
+  using namespace jax_fp8;
+  using namespace jax_fp8::few_rows_gemm;
+  const Problem problem = {static_cast<int>(m),
+                           static_cast<int>(n),
+                           static_cast<int>(k),
+                           a_is_bfloat16 != 0,
+                           static_cast<Scaling>(scaling),
+                           static_cast<SourceType>(d_type),
+                           static_cast<float>(alpha),
+                           static_cast<int32_t>(config)};
+  return enqueue(problem, {a, b, a_scale, b_scale, bias, c, d}, nullptr).empty() ? 0 : 1;
+}
+"""
+
+
+def tiles(size):
+    return -(-size // 128)
+
+
+def filled_up(size):
+    return -(-size // 4) * 4
+
+
+class Product:
+    """One call: its operands, made at random, and what it must make of them. Of `integers`, all sums are exact.
+
+    `config` has the digits of csrc/few_rows_gemm.cu: steps of a phase, cluster, tiles, warps along n, along k.
+    """
+
+    def __init__(self, m, n, k, pair="", *, d=BF16, config=0, bias=False, c=False, alpha=1.0, integers=False):
+        self.shape, self.d, self.config, self.alpha = (m, n, k), d, config, alpha
+        self.scaling, self.a_is_bfloat16 = PAIRS[pair]
+        random = np.random.default_rng([m, n, k])
+        if integers:
+            self.a, self.b = random.integers(-3, 4, (m, k)), random.integers(-3, 4, (n, k))
+        else:
+            self.a, self.b = random.normal(size=(m, k)), random.normal(size=(n, k))
+        self.a, self.b = self.a.astype(BF16 if self.a_is_bfloat16 else E4M3), self.b.astype(E4M3)
+        lines = (tiles(k), filled_up(m)) if self.scaling == LINES else ()
+        squares = () if self.scaling == ONE else (tiles(n), filled_up(tiles(k)))
+        if integers:
+            self.a_scale, self.b_scale = (np.exp2(2.0 * random.integers(0, 2, shape) - 1) for shape in (lines, squares))
+        else:
+            self.a_scale, self.b_scale = (random.uniform(0.5, 2, shape) for shape in (lines, squares))
+        self.a_scale, self.b_scale = (np.array(scale, np.float32) for scale in (self.a_scale, self.b_scale))
+        added = (lambda shape: random.integers(-9, 9, shape)) if integers else (lambda shape: random.normal(size=shape))
+        self.bias = added(n).astype(BF16 if d == F32 else d) if bias else None
+        self.c = added((m, n)).astype(d) if c else None
+
+    def run(self, changes=(), orders=tuple(ORDERS)):
+        operands = [self.a, self.b, self.a_scale, self.b_scale, self.bias, self.c, Result(self.shape[:2], self.d)]
+        how = [self.a_is_bfloat16, self.scaling, SOURCES.index(self.d), self.alpha, self.config]
+        kernels = compile_for_cpu("few_rows_gemm.cu", ENTRY, changes)
+        (d,) = kernels.call("multiply", *self.shape, *how, *operands, orders=orders)
+        return d
+
+    def expected(self):
+        """The product, and the sum of its magnitudes: what errors are measured by."""
+        (m, n, k), a, b = self.shape, self.a.astype(np.float64), self.b.astype(np.float64)
+        a_scale, b_scale = self.a_scale.astype(np.float64), self.b_scale.astype(np.float64)
+        if self.scaling == LINES:
+            a_scale = np.repeat(a_scale.T[:m], 128, axis=1)[:, :k]
+        if self.scaling != ONE:
+            b_scale = np.repeat(np.repeat(b_scale, 128, axis=0)[:n], 128, axis=1)[:, :k]
+        a, b = a * a_scale, b * b_scale
+        product, magnitudes = self.alpha * (a @ b.T), abs(self.alpha) * (abs(a) @ abs(b).T)
+        for added in (self.bias, self.c):
+            if added is not None:
+                product, magnitudes = product + added.astype(np.float64), magnitudes + abs(added.astype(np.float64))
+        return product, magnitudes
+
+    def fits(self, d):
+        """By element, whether it has the error of sums in float32, in any order, and of one rounding of the result."""
+        expected, magnitudes = self.expected()
+        with np.errstate(invalid="ignore"):
+            allowed = magnitudes * 2.0**-18 + abs(expected) * float(ml_dtypes.finfo(self.d).eps)
+            return abs(d.astype(np.float64) - expected) <= allowed + 2.0**-100
+
+    def check(self, changes=(), orders=tuple(ORDERS)):
+        assert self.fits(self.run(changes, orders)).all()
+
+    def check_exact(self, changes=(), orders=tuple(ORDERS)):
+        d, expected = self.run(changes, orders), self.expected()[0].astype(self.d)
+        assert (d.view(np.uint8) == expected.view(np.uint8)).all()

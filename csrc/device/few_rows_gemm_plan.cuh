@@ -33,6 +33,8 @@ constexpr int row_groups_of(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ?
 // The most threads of a block, which decide how many registers each may use: 128 or 255.
 constexpr int most_threads(int row_groups) { return row_groups >= 4 ? 256 : 512; }
 
+constexpr int log2_of(int power_of_two) { return power_of_two == 1 ? 0 : 1 + log2_of(power_of_two / 2); }
+
 struct Plan {
   int row_tiles;    // tiles of 16 rows of b that a warp multiplies: 1 or 2
   int row_warps;    // warps side by side along the rows of b
@@ -49,12 +51,14 @@ struct Plan {
 // What follows from a plan, for a kernel that has no functions of the host.
 struct Course {
   int block_rows;             // of b
+  int log2_pairs;             // of neighbours among them
   int all_chunks;             // along k
   int chunks, steps, phases;  // of one block
   int phase_slots, stages;    // that shared memory holds, of activations and of weights
 
   Course(const Plan& plan, int64_t k, int row_groups)
       : block_rows(plan.block_rows()),
+        log2_pairs(log2_of(plan.block_rows() / 2)),
         all_chunks(static_cast<int>(divide_up(k, kChunk))),
         chunks(static_cast<int>(divide_up(all_chunks, plan.cluster))),
         steps(static_cast<int>(divide_up(chunks, plan.depth_warps))),

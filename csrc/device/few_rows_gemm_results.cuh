@@ -54,7 +54,7 @@ class Results {
   // Every block of a cluster receives the sums of some of the pairs, which begins with its barrier.
   __device__ Results(const Arguments& arguments, const Part& part, uint8_t* shared, Barrier& received)
       : arguments_(arguments), part_(part), shared_(shared), received_(received),
-        log2_width_(__ffs(arguments.course.block_rows) - 2), pairs_(arguments.problem.m << log2_width_),
+        log2_width_(arguments.course.log2_pairs), pairs_(arguments.problem.m << log2_width_),
         block_pairs_(arguments.layout.received_part / 8) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if (arguments.plan.cluster == 1) return;

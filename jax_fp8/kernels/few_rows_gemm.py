@@ -128,15 +128,20 @@ def _kernel(
     return (call_few_rows(a, b, a_scale, b_scale, *addends, **how),)
 
 
+def has_few_rows(m: int) -> bool:
+    """Whether products of m rows take this kernel, where it knows their operands."""
+    return m <= MOST_ROWS
+
+
 def is_for_few_rows(m: int, a: np.dtype, b: np.dtype, scaling: str) -> bool:
     """Whether `matmul` takes this kernel for a product of m rows, operands of these dtypes and this scaling."""
-    return m <= MOST_ROWS and a == b == E4M3 and scaling in ("", "1d2d")
+    return has_few_rows(m) and a == b == E4M3 and scaling in ("", "1d2d")
 
 
 def is_for_weights_alone(m: int, a: np.dtype, b: Fp8Array) -> bool:
     """Whether a layer with weights in FP8 and activations of this dtype takes this kernel for a product of m rows."""
     tiles = (None, b.granularity if b.scale.ndim else None)
-    return m <= MOST_ROWS and (jnp.dtype(a), tiles) in SCALINGS and not any(size % 16 for size in b.shape)
+    return has_few_rows(m) and (jnp.dtype(a), tiles) in SCALINGS and not any(size % 16 for size in b.shape)
 
 
 def call_few_rows(

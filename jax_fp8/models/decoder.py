@@ -93,3 +93,34 @@ class Decoder:
         step = turn.step + 1
         tokens = jnp.where(turn.ended, turn.tokens, self.choice.choose(logits, step))
         return Turn(tokens, step, turn.ended | self.choice.ends(tokens)), caches
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Made:
+    """A tree that a program returns without those of its leaves that are arguments of the program, which it would copy.
+
+    Args:
+      leaves: those that the program made.
+      arguments: of each leaf of the tree, its number among the leaves of the arguments; None: made.
+      structure: of the tree.
+    """
+
+    leaves: list[jax.Array]
+    arguments: tuple[int | None, ...] = field(metadata=STATIC)
+    structure: PyTree = field(metadata=STATIC)
+
+    @classmethod
+    def by_program(cls, tree: PyTree, arguments: PyTree) -> "Made":
+        """To be called while the program is traced."""
+        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(arguments))}
+        leaves, structure = jax.tree.flatten(tree)
+        found = tuple(numbers.get(id(leaf)) for leaf in leaves)
+        made = [leaf for leaf, number in zip(leaves, found, strict=True) if number is None]
+        return cls(made, found, structure)
+
+    def with_arguments(self, arguments: PyTree) -> PyTree:
+        """The tree, from the arguments with which the program was called."""
+        given, made = jax.tree.leaves(arguments), iter(self.leaves)
+        leaves = [next(made) if number is None else given[number] for number in self.arguments]
+        return jax.tree.unflatten(self.structure, leaves)

@@ -39,7 +39,7 @@ from jax_fp8.models.checks import (
     check_stream,
     is_known,
 )
-from jax_fp8.models.decoder import Choice, Decoder, Turn
+from jax_fp8.models.decoder import Choice, Decoder, Made, Turn
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.reader import CACHE, Caches
 from jax_fp8.ops.weight_version import is_stale
@@ -170,11 +170,11 @@ def generate(
     static = model, _room(int(max_new_tokens)), None if kv_cache_dtype is None else np.dtype(kv_cache_dtype)
     own = nn.unbox({name: variables[name] for name in ("params", "fp8", FROZEN) if name in variables})
     own |= _valid_cache(model, variables)
-    arguments = *static, own, _padded(prompt, slots), as_ids(lengths), choice
+    arrays = own, _padded(prompt, slots), as_ids(lengths), choice
     if stream:
         _check_can_stream(mesh_wide)
-        return _stream(programs, arguments, int(max_new_tokens), stops)
-    return programs.whole(*arguments, np.int32(max_new_tokens))[:, :max_new_tokens]
+        return _stream(programs, static, arrays, int(max_new_tokens), stops)
+    return programs.whole(*static, *arrays, np.int32(max_new_tokens))[:, :max_new_tokens]
 
 
 def _check_can_stream(result: NamedSharding | None) -> None:
@@ -195,7 +195,9 @@ def _valid_cache(model: GPT, variables: Variables) -> dict[str, PyTree]:
     return {CACHE: {name: tree for name, tree in cache.items() if name not in OF_CACHE}}
 
 
-_is_stale = jax.jit(is_stale)
+@jax.jit
+def _is_stale(cache: PyTree, params: PyTree) -> jax.Array:
+    return is_stale(cache, params)
 
 
 def _room(new_tokens: int) -> int:
@@ -231,11 +233,13 @@ def _replicated(variables: Variables) -> NamedSharding | None:
 
 
 class _Programs(NamedTuple):
-    whole: Callable[..., jax.Array]  # everything
-    begin: Callable[..., tuple[Decoder, Turn, Caches]]  # reads the prompts
-    advance: Callable[
-        ..., tuple[Turn, Caches]
-    ]  # reads one token of each row, and writes it into the caches it is given
+    """`whole` generates everything. `begin` reads the prompts. `advance` reads one token of each row, and writes it to
+    the caches that it is given.
+    """
+
+    whole: Callable[..., jax.Array]
+    begin: Callable[..., tuple[Made, Turn, Caches]]
+    advance: Callable[..., tuple[Turn, Caches]]
 
 
 @cache
@@ -244,14 +248,22 @@ def _programs(result: NamedSharding | None) -> _Programs:
     static = 0, 1, 2
     return _Programs(
         whole=jax.jit(partial(_generate_on, result), static_argnums=static, out_shardings=result),
-        begin=jax.jit(Decoder.begin, static_argnums=static, out_shardings=(None, result, None)),
+        begin=jax.jit(_begin, static_argnums=static, out_shardings=(None, result, None)),
         advance=jax.jit(Decoder.advance, donate_argnums=1, out_shardings=(result, None)),
     )
 
 
-def _stream(programs: _Programs, arguments: tuple, new_tokens: int, stops: np.ndarray) -> Iterator[np.ndarray]:
+def _begin(model: GPT, room: int, kv_cache_dtype: np.dtype | None, *arrays: PyTree) -> tuple[Made, Turn, Caches]:
+    decoder, turn, caches = Decoder.begin(model, room, kv_cache_dtype, *arrays)
+    return Made.by_program(decoder, arrays), turn, caches
+
+
+def _stream(
+    programs: _Programs, static: tuple, arrays: tuple, new_tokens: int, stops: np.ndarray
+) -> Iterator[np.ndarray]:
     """The tokens of each turn. The next turn is under way before the caller gets the tokens of this one."""
-    decoder, turn, caches = programs.begin(*arguments)
+    made, turn, caches = programs.begin(*static, *arrays)
+    decoder: Decoder = made.with_arguments(arrays)
     ended = np.zeros(turn.tokens.shape, bool)
     for step in range(new_tokens):
         tokens = turn.tokens

@@ -11,7 +11,7 @@ There may be several kernels side by side, (k, n_i), each a parameter of its own
 One cast writes them into one pair (k, n), and one cast writes the gradients of their results into one dy. Where an op
 needs its result in parts, one fprop a kernel computes it, and one wgrad a kernel writes each gradient in its place. So
 no large array is cut or concatenated. Kernels whose own wgrad would leave most of a GPU idle share one, and its result
-is cut.
+is cut; and so is the result of few rows, as in text generation.
 
 These functions do not differentiate: an op has one `custom_vjp` around its passes, and no quantized value crosses its
 boundary.
@@ -37,6 +37,7 @@ from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.explicit import like_columns, product, shards_of
+from jax_fp8.kernels.few_rows_gemm import has_few_rows
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_transpose
 from jax_fp8.ops.collectives import enter, leave, reduce_rows
@@ -135,6 +136,8 @@ def forward_gemm(
                 multiply(part, bias=joined(bias, bias_dtype), c=c)
                 for part, bias, c in zip(weight.columnwise, biases, added, strict=True)
             )
+        elif in_parts and residual is None and has_few_rows(x.pair.rowwise.shape[0]):
+            y = split_columns(multiply(weight.columnwise, bias=joined(parameters.bias, bias_dtype)), parameters.widths)
         elif in_parts:
             parts = _columns(ParamInfo.from_arrays(as_tuple(parameters.kernel)), parameters.widths)
             added = (None,) * len(parts) if residual is None else residual

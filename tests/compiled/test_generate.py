@@ -12,7 +12,7 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.inspect.hlo import CALLS, FUSIONS, by_computation, executed
-from jax_fp8.kernels import extension
+from jax_fp8.kernels import cached_attention, extension, few_rows_gemm
 from jax_fp8.kernels.grouped_gemm import TARGET
 from jax_fp8.models import reader
 from jax_fp8.models.generate import BLOCK
@@ -62,6 +62,19 @@ def test_no_weight_is_cast_or_joined_for_a_token(recipe, head, casts, monkeypatc
     h200.use_cudnn(monkeypatch)
     program = compiled(fp8.GPT(CONFIG, recipe=recipe, head_recipe=head))
     assert program.custom_calls[CASTS] == casts  # once, for the prompts and for all tokens
+    assert program.graphs == 2 and set(program.outside_graphs) <= OUTSIDE
+    assert not [copy for copy in program.copies if copy.results[0].bytes > 2**16]  # of a cache
+    assert not weights_made_in_the_loop(program)
+
+
+@pytest.mark.parametrize(("most_rows", "gemms"), [(BATCH, 4), (BATCH - 1, 0)])
+def test_a_token_takes_few_launches_by_the_kernels_for_it(most_rows, gemms, monkeypatch, with_kernels):
+    """Both are off until they have been measured; switched on, a layer has four GEMMs and one attention a token."""
+    h200.use_cudnn(monkeypatch)
+    monkeypatch.setattr(few_rows_gemm, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(cached_attention, "CHOSEN", True)
+    program = compiled(fp8.GPT(CONFIG))
+    assert program.custom_calls[few_rows_gemm.TARGET] == gemms and program.custom_calls[cached_attention.TARGET] == 1
     assert program.graphs == 2 and set(program.outside_graphs) <= OUTSIDE
     assert not [copy for copy in program.copies if copy.results[0].bytes > 2**16]  # of a cache
     assert not weights_made_in_the_loop(program)

@@ -4,17 +4,19 @@ the kernel that attends to the cache.
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation import LEARNED, LENGTHS, MODELS, NEW, PROMPT, QWEN, made, shortfall, write
+from generation import LEARNED, LENGTHS, MODELS, NEW, PROMPT, QWEN, ROTARY, made, shortfall, write
 
 import jax_fp8 as fp8
 from jax_fp8.kernels import cached_attention
 from jax_fp8.models import generate as generation
 from jax_fp8.models import reader
+from jax_fp8.models.decoder import Made
 from jax_fp8.models.generate import BLOCK
 from jax_fp8.models.reader import Reader
 from jax_fp8.ops import cached_attention as ops_cached_attention
@@ -41,6 +43,30 @@ def test_streamed_tokens_are_those_of_one_call(traced_anew):
         jax.jit(lambda variables: list(fp8.generate(model, variables, PROMPT, max_new_tokens=2, stream=True)))(
             variables
         )
+
+
+@pytest.mark.versions
+def test_a_stream_copies_no_weight():
+    """The program that reads the prompts returns what it made: of weights that are frozen already, and params in the
+    dtype of the model, nothing.
+    """
+    model = fp8.GPT(replace(ROTARY, hidden_size=64), recipe=None, dtype=jnp.float32)
+    quantized = model.clone(recipe=fp8.CurrentScaling())
+    variables = fp8.freeze_kernels(made(model), quantized.recipe, forward=lambda v: quantized.apply(v, PROMPT))
+    wanted = write(model, variables)
+    begin, found = generation._programs(None).begin, []
+    programs = generation._programs(None)._replace(begin=lambda *given: found.append(begin(*given)) or found[-1])
+    with mock.patch.object(generation, "_programs", lambda _: programs):
+        stream = fp8.generate(model, variables, PROMPT, lengths=LENGTHS, max_new_tokens=NEW, stream=True)
+        np.testing.assert_array_equal(np.stack(list(stream), axis=1), wanted)
+    ((kept, _, _),) = found
+    assert sum(leaf.nbytes for leaf in kept.leaves) == 0 and len(kept.arguments) > 10
+    cast = jax.jit(
+        lambda v: Made.by_program({"a": v["a"], "b": v["b"].astype(jnp.bfloat16)}, (v,))
+    )  # a negative control
+    arguments = {"a": jnp.ones(3), "b": jnp.ones(4)}
+    assert [leaf.shape for leaf in cast(arguments).leaves] == [(4,)]
+    assert cast(arguments).with_arguments((arguments,))["a"] is arguments["a"]
 
 
 @pytest.mark.versions

@@ -92,7 +92,6 @@ def test_keys_and_values_in_fp8(name):
     assert small / plain == (width + 4) / (4 * width)
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [(QWEN, None), (replace(QWEN, sliding_window=5), fp8.E4M3), (replace(LEARNED, head_dim=16), None)],
@@ -118,7 +117,6 @@ def test_one_kernel_attends_to_the_cache(config, dtype, monkeypatch, traced_anew
     assert (other != found).any()  # negative control
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("name", ["delayed", "block"])
 def test_a_valid_weight_cache_is_not_cast_again(name, monkeypatch, traced_anew):
     model, asked = MODELS[name], []

@@ -11,7 +11,6 @@ from reference import assert_same_bits
 
 import jax_fp8 as fp8
 
-pytestmark = pytest.mark.versions
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
 PROMPT = np.random.default_rng(3).integers(0, oracle.VOCAB, (2, 9), np.int32)
 
@@ -21,6 +20,7 @@ def folder_of(case, tmp_path):
     return oracle.write_folder(tmp_path / "theirs", described, oracle.random_tensors(described, "bfloat16"))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("case", ["llama 3.2", "qwen2", "gpt2", "mixtral"])
 def test_the_weights_of_freeze_kernels(case, tmp_path):
     folder = folder_of(case, tmp_path)

@@ -2,7 +2,7 @@
 
 A layer without a recipe, whose kernel is frozen (core/frozen.py), multiplies by it like this. Every E4M3 value is exact
 in 16 bits, so with one scale the sum is the one of the stored weight, multiplied by the scale at its end. With a scale
-for each tile, the weight is rounded to the dtype of x first. Products of few rows may run on a kernel that reads the
+for each tile, or in float16, the weight is rounded to the dtype of x first. Products of few rows may run on a kernel that reads the
 weight in FP8 (kernels/few_rows_gemm.py), and rounds nothing but the result. The weight gets no gradient.
 """
 
@@ -23,7 +23,7 @@ def stored_product(x: jax.Array, weight: Fp8Pair) -> jax.Array:
     rows = as_matrix(x)
     if is_for_weights_alone(rows.shape[0], x.dtype, kernel):
         return _few_rows(rows, kernel).reshape(*x.shape[:-1], -1)
-    if kernel.scale.ndim:
+    if kernel.scale.ndim or x.dtype == jnp.float16:  # whose range the unscaled sum may exceed
         return product(x, kernel.dequantize(x.dtype).T)
     y = product(x, kernel.values.astype(x.dtype).T)
     return (y.astype(jnp.float32) * kernel.scale).astype(x.dtype)

@@ -15,7 +15,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,8 +85,8 @@ def check(request: Request) -> None:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {request.seed}")
 
 
-def continued(trained: Trained, request: Request) -> Iterator[str]:
-    """The text that the model generates after the prompt, piece by piece."""
+def continued(trained: Trained, request: Request, tick: Callable[[], None]) -> Iterator[str]:
+    """The text that the model generates after the prompt, piece by piece; calls `tick` at each token."""
     prompt = trained.encoder.encode(request.prompt.encode(errors="surrogateescape"))
     window = trained.model.config.max_seq_len
     room = window - len(prompt) + 1  # the model never reads the last token that it generates
@@ -108,7 +108,13 @@ def continued(trained: Trained, request: Request) -> Iterator[str]:
         kv_cache_dtype=E4M3 if request.kv_cache == "fp8" else None,
         stream=True,
     )
-    return decoded(trained.encoder, (int(token[0]) for token in tokens))
+
+    def ticked() -> Iterator[int]:
+        for token in tokens:
+            tick()
+            yield int(token[0])
+
+    return decoded(trained.encoder, ticked())
 
 
 def decoded(encoder: Encoder, tokens: Iterator[int]) -> Iterator[str]:
@@ -166,8 +172,7 @@ def main(argv: list[str]) -> int:
         trained = load(find(request.run, request.output), request.weights)
         print(trained.origin, file=sys.stderr)
         clock = Clock()
-        for piece in continued(trained, request):
-            clock.tick()
+        for piece in continued(trained, request, clock.tick):
             print(piece, end="", flush=True)
         print()
         print(clock, file=sys.stderr)

@@ -143,6 +143,14 @@ def test_text_comes_in_whole_characters():
     assert pieces == ["a", "", "", "☃", "b", ""]
 
 
+def test_a_tick_is_a_token(save):
+    run, *_ = save("ticks")
+    ticks = []
+    request = generate.Request(prompt="ab", tokens=5, temperature=0)
+    "".join(generate.continued(trained.load(run), request, lambda: ticks.append(1)))
+    assert len(ticks) == 5
+
+
 def test_tokens_a_second_without_the_first():
     clock = generate.Clock()
     clock.tick()

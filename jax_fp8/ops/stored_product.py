@@ -2,8 +2,8 @@
 
 A layer without a recipe, whose kernel is frozen (core/frozen.py), multiplies by it like this. Every E4M3 value is exact
 in 16 bits, so with one scale the sum is the one of the stored weight, multiplied by the scale at its end. With a scale
-for each tile, or in float16, the weight is rounded to the dtype of x first. Products of few rows may run on a kernel that reads the
-weight in FP8 (kernels/few_rows_gemm.py), and rounds nothing but the result. The weight gets no gradient.
+for each tile, or in float16, the weight is rounded to the dtype of x first. Products of few rows may run on a kernel
+that reads the weight in FP8 (kernels/few_rows_gemm.py), and rounds nothing but the result. The weight gets no gradient.
 """
 
 import jax

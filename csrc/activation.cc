@@ -38,20 +38,6 @@ constexpr char kAmax[] = "jax_fp8_activation_amax";
 constexpr char kBackwardQuantize[] = "jax_fp8_activation_backward_quantize";
 constexpr char kBackwardAmax[] = "jax_fp8_activation_backward_amax";
 
-struct Named {
-  std::string_view name;
-  Activation activation;
-  bool gated;
-};
-
-constexpr Named kActivations[] = {
-    {"gelu", Activation::kGelu, false},     {"gelu_exact", Activation::kGeluExact, false},
-    {"silu", Activation::kSilu, false},     {"relu", Activation::kRelu, false},
-    {"squared_relu", Activation::kSquaredRelu, false},
-    {"swiglu", Activation::kSilu, true},    {"geglu", Activation::kGelu, true},
-    {"reglu", Activation::kRelu, true},
-};
-
 // Checked inputs: `value` is set only where `checks` passed. Without `dy` the call is the forward activation.
 struct Inputs {
   Checks checks;
@@ -60,8 +46,7 @@ struct Inputs {
 
 Inputs inputs_of(const char* operation, std::string_view name, const ffi::AnyBuffer& x, const ffi::AnyBuffer* dy) {
   Inputs inputs{Checks(operation), {}};
-  const Named* found = nullptr;
-  for (const Named& named : kActivations) found = named.name == name ? &named : found;
+  const NamedActivation* found = find_activation(name);
   inputs.checks.require(found, "x", x, "come with one of the known activations, not \"" + std::string(name) + "\"")
       .matrix("x", x)
       .dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});

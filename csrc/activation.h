@@ -13,6 +13,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string_view>
 
 #include "by_tile.h"
 #include "column_sums.h"
@@ -23,6 +24,28 @@
 namespace jax_fp8 {
 
 enum class Activation { kGelu, kGeluExact, kSilu, kRelu, kSquaredRelu };
+
+struct NamedActivation {
+  std::string_view name;
+  Activation activation;
+  bool gated;
+};
+
+constexpr NamedActivation kActivations[] = {
+    {"gelu", Activation::kGelu, false},     {"gelu_exact", Activation::kGeluExact, false},
+    {"silu", Activation::kSilu, false},     {"relu", Activation::kRelu, false},
+    {"squared_relu", Activation::kSquaredRelu, false},
+    {"swiglu", Activation::kSilu, true},    {"geglu", Activation::kGelu, true},
+    {"reglu", Activation::kRelu, true},
+};
+
+// Null if there is none of this name.
+constexpr const NamedActivation* find_activation(std::string_view name) {
+  for (const NamedActivation& known : kActivations) {
+    if (known.name == name) return &known;
+  }
+  return nullptr;
+}
 
 struct ActivationInputs {
   const void* dy;  // [rows, width]; null for the activation itself

@@ -2,6 +2,7 @@
 #include "cached_attention.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "device/by_dtype.cuh"
 #include "device/cached_attention.cuh"
@@ -13,68 +14,78 @@ namespace {
 
 using namespace cached_attention;
 
-constexpr int kBlocksOnMultiprocessor = 2;
-constexpr int kFewestSlots = 64;  // of a block; with fewer it would mostly wait for the others
+// Two blocks on a multiprocessor read faster than one, but not all larger clusters of such find room at once: on an
+// H100, 64 clusters of 4 take up to a third longer than 64 of 2.
+constexpr int kBlocksOnMultiprocessor = 1;
+constexpr int kPairBlocksOnMultiprocessor = 2;  // of clusters of 2
+// Of a block; with fewer it would mostly wait for the others. In a cluster of 16 it waits longer.
+constexpr int kFewestSlots = 64;
 
-// How many blocks share the slots of a head, if there are `heads` of them, as a logarithm.
-cudaError_t find_blocks(int64_t heads, int64_t slots, int& log2_blocks) {
+// How many blocks share the slots of a head, if there are `heads` of them, as a logarithm. The registers of a
+// multiprocessor hold `resident` blocks.
+cudaError_t find_blocks(int64_t heads, int64_t slots, int resident, int& log2_blocks) {
   int device = 0, multiprocessors = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) {
     status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }
+  const auto is_worth = [&](int log2) {
+    const int pairs = std::max(std::min(kPairBlocksOnMultiprocessor, resident), kBlocksOnMultiprocessor);
+    const int64_t most = int64_t{multiprocessors} * (log2 == 1 ? pairs : kBlocksOnMultiprocessor);
+    const int64_t fewest = log2 == kMostLog2Blocks ? 4 * kFewestSlots : kFewestSlots;
+    return heads << log2 <= most && fewest << log2 <= slots;
+  };
   log2_blocks = 0;
-  while (log2_blocks < kMostLog2Blocks && heads << (log2_blocks + 1) <= kBlocksOnMultiprocessor * multiprocessors &&
-         kFewestSlots << (log2_blocks + 1) <= slots) {
-    ++log2_blocks;
-  }
+  while (log2_blocks < kMostLog2Blocks && is_worth(log2_blocks + 1)) ++log2_blocks;
   return status;
 }
 
-template <typename C, int kLanes, int kHeads>
-cudaError_t launch(Call<C> call, int64_t heads, cudaStream_t stream) {
-  constexpr int kWidth = kLanes * kVectorWidth;
-  const auto kernel = attend_kernel<C, kLanes, kHeads>;
-  Clusters clusters{
-      .blocks = 0,
-      .blocks_per_cluster = 0,
-      .threads = kThreads<kHeads>,
-      .shared_bytes = sizeof(float) * kWarps<kHeads> * kHeads * kWidth,
-  };
-  call.tiles = static_cast<int>(divide_up(call.sizes.queries, kHeads));
-  heads *= call.tiles;
-  bool found = false;
-  cudaError_t status = allow_shared_bytes(kernel, static_cast<int>(clusters.shared_bytes));
-  if (status == cudaSuccess) status = find_clusters(kernel, found);
-  if (status == cudaSuccess) status = find_blocks(heads, found ? call.sizes.slots : 0, call.log2_blocks);
-  // A cluster that finds no room is halved.
-  for (int room = 0; status == cudaSuccess && call.log2_blocks > 0 && room == 0; call.log2_blocks -= room == 0) {
-    clusters.blocks_per_cluster = 1u << call.log2_blocks;
+template <typename C, typename T, int kWidth>
+cudaError_t launch(Call<C, T> call, int64_t heads, cudaStream_t stream) {
+  constexpr bool kIsFloat = std::is_same_v<C, float>;
+  constexpr int kMostHeads = kIsFloat ? kMostQueriesOfFloats : kMostQueriesOfProducts;
+  constexpr size_t kQueryBytes = sizeof(float) * kWarps<kWidth> * kPartWidth<kWidth>;  // of shared memory
+  const auto launch_with = [&](auto kernel, int kernel_heads) {
+    Clusters clusters{
+        .blocks = 0,
+        .blocks_per_cluster = 0,
+        .threads = kThreads<kWidth>,
+        .shared_bytes = kQueryBytes * std::min(call.sizes.queries, kernel_heads),
+    };
+    call.tiles = static_cast<int>(divide_up(call.sizes.queries, kernel_heads));
+    heads *= call.tiles;
+    bool found = false;
+    cudaError_t status = allow_shared_bytes(kernel, static_cast<int>(kQueryBytes * kernel_heads));
+    if (status == cudaSuccess) status = find_clusters(kernel, found);
+    if (status == cudaSuccess) {
+      status = find_blocks(heads, found ? call.sizes.slots : 0, kResident<C, kWidth>, call.log2_blocks);
+    }
+    // Clusters that do not all find room at once are halved: the last ones would run almost alone.
+    int room = 0;
+    for (; status == cudaSuccess && call.log2_blocks > 0 && room < heads; call.log2_blocks -= room < heads) {
+      clusters.blocks_per_cluster = 1u << call.log2_blocks;
+      clusters.blocks = heads << call.log2_blocks;
+      status = ClusterLaunch(clusters, stream).find_room(kernel, room);
+    }
+    if (status != cudaSuccess) return status;
+    clusters.blocks_per_cluster = call.log2_blocks == 0 ? 0 : 1u << call.log2_blocks;
     clusters.blocks = heads << call.log2_blocks;
-    status = ClusterLaunch(clusters, stream).find_room(kernel, room);
+    return ClusterLaunch(clusters, stream)(kernel, call);
+  };
+  if constexpr (kIsFloat) {
+    if (call.sizes.queries == 1) return launch_with(attend_kernel<C, T, kWidth, 1>, 1);
   }
-  if (status != cudaSuccess) return status;
-  clusters.blocks_per_cluster = call.log2_blocks == 0 ? 0 : 1u << call.log2_blocks;
-  clusters.blocks = heads << call.log2_blocks;
-  return ClusterLaunch(clusters, stream)(kernel, call);
+  return launch_with(attend_kernel<C, T, kWidth, kMostHeads>, kMostHeads);
 }
 
-template <int kLanes, typename C>
-cudaError_t launch_by_queries(const Call<C>& call, int64_t heads, cudaStream_t stream) {
-  if (call.sizes.queries == 1) return launch<C, kLanes, 1>(call, heads, stream);
-  if (call.sizes.queries <= 4) return launch<C, kLanes, 4>(call, heads, stream);
-  return launch<C, kLanes, 8>(call, heads, stream);
-}
-
-template <typename C>
+template <typename C, typename T>
 cudaError_t launch_of(const CachedAttentionArguments& arguments, cudaStream_t stream) {
   const auto& sizes = arguments.sizes;
   const bool capped = arguments.logit_cap != 0.0f;
-  const Call<C> call{
-      .query = arguments.query,
-      .key = arguments.key,
-      .value = arguments.value,
-      .type = arguments.type,
+  const Call<C, T> call{
+      .query = static_cast<const T*>(arguments.query),
+      .key = static_cast<const T*>(arguments.key),
+      .value = static_cast<const T*>(arguments.value),
       .cos = arguments.cos,
       .sin = arguments.sin,
       .pairs = static_cast<int>(sizes.pairs),
@@ -84,7 +95,7 @@ cudaError_t launch_of(const CachedAttentionArguments& arguments, cudaStream_t st
       .value_scales = arguments.value_scales,
       .lengths = arguments.lengths,
       .step = arguments.step,
-      .attended = arguments.attended,
+      .attended = static_cast<T*>(arguments.attended),
       .sizes = {static_cast<int>(sizes.kv_heads), static_cast<int>(sizes.queries), static_cast<int>(sizes.head_dim),
                 static_cast<int>(sizes.slots), static_cast<int>(sizes.prompt_slots), arguments.window},
       .logits = {capped ? arguments.scale / arguments.logit_cap : arguments.scale * kLog2E,
@@ -93,18 +104,21 @@ cudaError_t launch_of(const CachedAttentionArguments& arguments, cudaStream_t st
       .log2_blocks = 0,
   };
   const int64_t heads = sizes.batch * sizes.kv_heads;
-  if (sizes.head_dim <= 64) return launch_by_queries<8>(call, heads, stream);
-  if (sizes.head_dim <= 128) return launch_by_queries<16>(call, heads, stream);
-  return launch_by_queries<32>(call, heads, stream);
+  if (sizes.head_dim <= 64) return launch<C, T, 64>(call, heads, stream);
+  if (sizes.head_dim <= 128) return launch<C, T, 128>(call, heads, stream);
+  return launch<C, T, 256>(call, heads, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_cached_attention(const CachedAttentionArguments& arguments, cudaStream_t stream) {
   if (arguments.sizes.batch == 0 || arguments.sizes.kv_heads == 0) return cudaSuccess;
-  if (arguments.is_fp8) return launch_of<E4M3>(arguments, stream);
   cudaError_t status = cudaSuccess;
-  by_dtype(arguments.type, [&](auto element) { status = launch_of<decltype(element)>(arguments, stream); });
+  by_dtype(arguments.type, [&](auto element) {
+    using Element = decltype(element);
+    status = arguments.is_fp8 ? launch_of<E4M3, Element>(arguments, stream)
+                              : launch_of<Element, Element>(arguments, stream);
+  });
   return status;
 }
 

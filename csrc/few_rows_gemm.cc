@@ -1,8 +1,10 @@
 #include "few_rows_gemm.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "ffi.h"
 
@@ -17,27 +19,52 @@ constexpr uintptr_t kAlignment = 16;
 
 struct FewRowsBuffers {
   ffi::AnyBuffer a, b, a_scale, b_scale;
-  std::optional<ffi::AnyBuffer> bias, c;
+  std::optional<ffi::AnyBuffer> bias, c, norm_scale, norm_bias;
   ffi::AnyBuffer d;
 };
 
+}  // namespace
+
 // Attributes. first_column is the row of b and element of bias that make d's first column; b and bias may have more
-// than d.
+// than d. a is normalized where norm is "layernorm" or "rmsnorm", and with `casts` cast by the element a_row of
+// a_scale. second_part and third_part are the first columns of these parts of d, 0 without them.
 struct FewRowsRule {
   bool has_bias, has_c;
   float alpha;
   int64_t first_column;
   std::string_view scaling;
   int32_t config;
+  std::string_view norm;
+  float epsilon;
+  bool casts;
+  int32_t a_row;
+  std::string_view activation;
+  int64_t second_part, third_part;
+
+  bool prepares() const { return casts || !norm.empty(); }
 };
+
+}  // namespace jax_fp8
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_fp8::FewRowsRule, xla::ffi::StructMember<bool>("has_bias"), xla::ffi::StructMember<bool>("has_c"),
+    xla::ffi::StructMember<float>("alpha"), xla::ffi::StructMember<int64_t>("first_column"),
+    xla::ffi::StructMember<std::string_view>("scaling"), xla::ffi::StructMember<int32_t>("config"),
+    xla::ffi::StructMember<std::string_view>("norm"), xla::ffi::StructMember<float>("epsilon"),
+    xla::ffi::StructMember<bool>("casts"), xla::ffi::StructMember<int32_t>("a_row"),
+    xla::ffi::StructMember<std::string_view>("activation"), xla::ffi::StructMember<int64_t>("second_part"),
+    xla::ffi::StructMember<int64_t>("third_part"));
+
+namespace jax_fp8 {
+namespace {
 
 constexpr int64_t tiles_of(int64_t size) { return divide_up(size, few_rows_gemm::kChunk); }
 
 // The last dim of an array of scales, padded as cuBLASLt wants it.
 constexpr int64_t filled_up(int64_t scales) { return round_up(scales, 4); }
 
-// By the attribute's name and the dtype of a: 1d2d is one scale for each 1 x 128 of a and each 128 x 128 of b, and 2d
-// is one for each 128 x 128 of b.
+// By the attribute's name and the dtype of a in the product: 1d2d is one scale for each 1 x 128 of a and each 128 x 128
+// of b, and 2d is one for each 128 x 128 of b.
 std::optional<Scaling> scaling_of(std::string_view name, ffi::DataType a) {
   if (name.empty()) return Scaling::kOne;
   if (name == "1d2d" && a == ffi::F8E4M3FN) return Scaling::kLines;
@@ -47,6 +74,40 @@ std::optional<Scaling> scaling_of(std::string_view name, ffi::DataType a) {
 
 // As cuBLASLt has it.
 ffi::DataType bias_dtype(ffi::DataType d_dtype) { return d_dtype == ffi::F32 ? ffi::BF16 : d_dtype; }
+
+// What only calls have that prepare a, or activate d.
+void check_preparation(Checks& checks, const FewRowsBuffers& buffers, const FewRowsRule& rule) {
+  const int64_t m = buffers.a.dimensions()[0], k = buffers.a.dimensions()[1];
+  checks
+      .require(m <= few_rows_gemm::kMostPreparedRows, "a", buffers.a,
+               "have at most " + std::to_string(few_rows_gemm::kMostPreparedRows) + " rows to be normalized or cast")
+      .dtype("a", buffers.a, {ffi::BF16})
+      .require(!rule.casts || rule.scaling.empty(), "a", buffers.a, "be cast with one scale only")
+      .not_negative("epsilon", rule.epsilon);
+  if (buffers.norm_scale) {
+    checks.dtype("norm_scale", *buffers.norm_scale, {ffi::F32}).shape("norm_scale", *buffers.norm_scale, {k});
+    checks.aligned("norm_scale", *buffers.norm_scale, kAlignment);
+  }
+  if (buffers.norm_bias) {
+    checks.dtype("norm_bias", *buffers.norm_bias, {ffi::F32}).shape("norm_bias", *buffers.norm_bias, {k});
+    checks.aligned("norm_bias", *buffers.norm_bias, kAlignment);
+  }
+}
+
+void check_activation(Checks& checks, const FewRowsBuffers& buffers, const FewRowsRule& rule) {
+  const NamedActivation* const found = find_activation(rule.activation);
+  checks
+      .require(found, "the result d", buffers.d,
+               "come with one of the known activations, not \"" + std::string(rule.activation) + "\"")
+      .require(buffers.a.dimensions()[0] <= few_rows_gemm::kMostPreparedRows, "a", buffers.a,
+               "have at most " + std::to_string(few_rows_gemm::kMostPreparedRows) + " rows with an activation")
+      .require(!rule.has_c, "the result d", buffers.d, "come without c where it is activated");
+  if (!found || !found->gated) return;
+  checks
+      .require(rule.first_column == 0 && 2 * buffers.d.dimensions()[1] == buffers.b.dimensions()[0], "the result d",
+               buffers.d, "have half as many columns as b has rows, gate and linear")
+      .require(rule.scaling.empty(), "b", buffers.b, "have one scale where gates are activated");
+}
 
 ffi::Error check(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
   Checks checks(kOperation);
@@ -80,9 +141,16 @@ ffi::Error check(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
   if (!checks.passed()) return checks.error();
   using Shape = std::vector<int64_t>;
   const bool has_squares = *scaling != Scaling::kOne;
-  checks.shape("a_scale", buffers.a_scale, *scaling == Scaling::kLines ? Shape{tiles_of(k), filled_up(m)} : Shape{})
-      // One scale for each square covers all rows of b.
-      .shape("b_scale", buffers.b_scale, has_squares ? Shape{tiles_of(all), filled_up(tiles_of(k))} : Shape{})
+  if (rule.casts) {
+    const Shape scales = shape_of(buffers.a_scale);
+    checks.require(scales.size() <= 1 && rule.a_row >= 0 && rule.a_row < (scales.empty() ? 1 : scales[0]), "a_scale",
+                   buffers.a_scale,
+                   "be one scale, or several of which one is a_row, here " + std::to_string(rule.a_row));
+  } else {
+    checks.shape("a_scale", buffers.a_scale, *scaling == Scaling::kLines ? Shape{tiles_of(k), filled_up(m)} : Shape{});
+  }
+  // One scale for each square covers all rows of b.
+  checks.shape("b_scale", buffers.b_scale, has_squares ? Shape{tiles_of(all), filled_up(tiles_of(k))} : Shape{})
       .require(!has_squares || rule.first_column % few_rows_gemm::kChunk == 0, "b_scale", buffers.b_scale,
                "be one scale where first_column is no multiple of 128, here " + std::to_string(rule.first_column));
   const ffi::DataType d_dtype = buffers.d.element_type();
@@ -94,12 +162,26 @@ ffi::Error check(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
   if (*scaling == Scaling::kLines) checks.aligned("a_scale", buffers.a_scale, kAlignment);
   if (buffers.bias) checks.aligned("bias", *buffers.bias, kAlignment);
   if (buffers.c) checks.aligned("c", *buffers.c, kAlignment);
+  const int64_t second = rule.second_part, third = rule.third_part;
+  const bool in_order = second >= 0 && second < std::max<int64_t>(n, 1) &&
+                        (third == 0 || (third > second && second > 0 && third < n)) && second % 16 == 0 &&
+                        third % 16 == 0;
+  checks.require(in_order, "the result d", buffers.d,
+                 "have parts that begin at multiples of 16, in order, here " + std::to_string(second) + " and " +
+                     std::to_string(third))
+      .require(!rule.has_c || second == 0, "the result d", buffers.d, "be one part where c is added");
+  if (rule.prepares()) check_preparation(checks, buffers, rule);
+  if (!rule.activation.empty()) check_activation(checks, buffers, rule);
   return checks.error();
+}
+
+const float* floats_of(const std::optional<ffi::AnyBuffer>& buffer) {
+  return buffer ? static_cast<const float*>(buffer->untyped_data()) : nullptr;
 }
 
 few_rows_gemm::Operands operands_of(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
   const int64_t k = buffers.a.dimensions()[1];
-  constexpr int64_t kBiasBytes = 2;  // bfloat16 or float16
+  constexpr int kBiasBytes = 2;  // bfloat16 or float16
   const auto* const b = static_cast<const uint8_t*>(buffers.b.untyped_data());
   const auto* const b_scale = static_cast<const float*>(buffers.b_scale.untyped_data());
   const int64_t squares = rule.scaling.empty() ? 0 : rule.first_column / few_rows_gemm::kChunk;
@@ -110,40 +192,63 @@ few_rows_gemm::Operands operands_of(const FewRowsBuffers& buffers, const FewRows
   return {
       .a = buffers.a.untyped_data(),
       .b = b + rule.first_column * k,
-      .a_scale = static_cast<const float*>(buffers.a_scale.untyped_data()),
+      .a_scale = static_cast<const float*>(buffers.a_scale.untyped_data()) + (rule.casts ? rule.a_row : 0),
       .b_scale = b_scale + squares * filled_up(tiles_of(k)),
       .bias = bias,
       .c = buffers.c ? buffers.c->untyped_data() : nullptr,
       .d = buffers.d.untyped_data(),
+      .norm_scale = floats_of(buffers.norm_scale),
+      .norm_bias = floats_of(buffers.norm_bias),
+  };
+}
+
+few_rows_gemm::Problem problem_of(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
+  const NamedActivation* const activation = find_activation(rule.activation);
+  const bool gated = activation && activation->gated;
+  return {
+      .m = static_cast<int>(buffers.a.dimensions()[0]),
+      .n = static_cast<int>(buffers.d.dimensions()[1]) * (gated ? 2 : 1),
+      .k = static_cast<int>(buffers.a.dimensions()[1]),
+      .a_is_bfloat16 = buffers.a.element_type() == ffi::BF16 && !rule.casts,
+      .scaling = *scaling_of(rule.scaling, buffers.a.element_type()),
+      .d = *source_type(buffers.d.element_type()),
+      .alpha = rule.alpha,
+      .config = rule.config,
+      .preparation = {.normalizes = !rule.norm.empty(), .casts = rule.casts, .epsilon = rule.epsilon},
+      .activates = activation != nullptr,
+      .gated = gated,
+      .activation = activation ? activation->activation : Activation::kGelu,
+      .part_starts = {static_cast<int>(rule.second_part), static_cast<int>(rule.third_part)},
   };
 }
 
 ffi::Error multiply(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
-                    ffi::AnyBuffer b_scale, ffi::RemainingArgs addends, ffi::Result<ffi::AnyBuffer> d, bool has_bias,
-                    bool has_c, float alpha, int64_t first_column, std::string_view scaling, int32_t config) {
-  const FewRowsRule rule{has_bias, has_c, alpha, first_column, scaling, config};
-  if (addends.size() != size_t{has_bias} + size_t{has_c}) {
-    return ffi::Error::InvalidArgument(std::string(kOperation) + ": must be called with a, b, a_scale, b_scale" +
-                                       (has_bias ? ", bias" : "") + (has_c ? ", c" : "") +
-                                       " as its attributes has_bias and has_c say, got " +
-                                       std::to_string(4 + addends.size()) + " arguments");
+                    ffi::AnyBuffer b_scale, ffi::RemainingArgs further, ffi::Result<ffi::AnyBuffer> d,
+                    FewRowsRule rule) {
+  FewRowsBuffers buffers{a, b, a_scale, b_scale, {}, {}, {}, {}, *d};
+  if (!rule.norm.empty() && rule.norm != "layernorm" && rule.norm != "rmsnorm") {
+    return ffi::Error::InvalidArgument(std::string(kOperation) +
+                                       ": norm must be layernorm, rmsnorm or empty, got " + std::string(rule.norm));
   }
-  FewRowsBuffers buffers{a, b, a_scale, b_scale, std::nullopt, std::nullopt, *d};
-  if (has_bias) buffers.bias = *addends.get<ffi::AnyBuffer>(0);
-  if (has_c) buffers.c = *addends.get<ffi::AnyBuffer>(has_bias ? 1 : 0);
+  std::vector<std::optional<ffi::AnyBuffer>*> wanted;
+  std::string names;
+  const auto want = [&](bool present, std::optional<ffi::AnyBuffer>& buffer, const char* name) {
+    if (present) wanted.push_back(&buffer), names += std::string(", ") + name;
+  };
+  want(rule.has_bias, buffers.bias, "bias");
+  want(rule.has_c, buffers.c, "c");
+  want(!rule.norm.empty(), buffers.norm_scale, "norm_scale");
+  want(rule.norm == "layernorm", buffers.norm_bias, "norm_bias");
+  if (further.size() != wanted.size()) {
+    return ffi::Error::InvalidArgument(std::string(kOperation) + ": must be called with a, b, a_scale, b_scale" +
+                                       names + " as its attributes has_bias, has_c and norm say, got " +
+                                       std::to_string(4 + further.size()) + " arguments");
+  }
+  for (size_t i = 0; i < wanted.size(); ++i) *wanted[i] = *further.get<ffi::AnyBuffer>(i);
   if (ffi::Error error = check(buffers, rule); error.failure()) return error;
   if (is_empty(*d)) return ffi::Error::Success();
-  const few_rows_gemm::Problem problem{
-      .m = static_cast<int>(a.dimensions()[0]),
-      .n = static_cast<int>(d->dimensions()[1]),
-      .k = static_cast<int>(a.dimensions()[1]),
-      .a_is_bfloat16 = a.element_type() == ffi::BF16,
-      .scaling = *scaling_of(scaling, a.element_type()),
-      .d = *source_type(d->element_type()),
-      .alpha = alpha,
-      .config = config,
-  };
-  const std::string failure = few_rows_gemm::enqueue(problem, operands_of(buffers, rule), stream);
+  const std::string failure =
+      few_rows_gemm::enqueue(problem_of(buffers, rule), operands_of(buffers, rule), stream);
   return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOperation) + ": " + failure);
 }
 
@@ -154,14 +259,9 @@ XLA_FFI_DEFINE_HANDLER(handler, multiply,
                            .Arg<ffi::AnyBuffer>()  // b
                            .Arg<ffi::AnyBuffer>()  // a_scale
                            .Arg<ffi::AnyBuffer>()  // b_scale
-                           .RemainingArgs()        // bias, c
+                           .RemainingArgs()        // bias, c, norm_scale, norm_bias
                            .Ret<ffi::AnyBuffer>()  // d
-                           .Attr<bool>("has_bias")
-                           .Attr<bool>("has_c")
-                           .Attr<float>("alpha")
-                           .Attr<int64_t>("first_column")
-                           .Attr<std::string_view>("scaling")
-                           .Attr<int32_t>("config"),
+                           .Attrs<FewRowsRule>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -30,9 +30,14 @@ cudaError_t find_device(Device& device) {
 
 int element_bytes(const Problem& problem) { return problem.a_is_bfloat16 ? 2 : 1; }
 
+Course course_of(const Problem& problem, const Plan& plan) {
+  return Course(plan, problem.preparation, problem.gated, problem.m, problem.n, problem.k, row_groups_of(problem.m),
+                element_bytes(problem));
+}
+
 Layout layout_of(const Problem& problem, const Plan& plan) {
-  const int groups = row_groups_of(problem.m);
-  return Layout(plan, Course(plan, problem.k, groups), problem.scaling, problem.m, groups, element_bytes(problem));
+  return Layout(plan, course_of(problem, plan), problem.preparation, problem.scaling, problem.m, problem.k,
+                row_groups_of(problem.m), element_bytes(problem));
 }
 
 // The same plan with phases: as few as fit in shared memory. Nothing if none fit.
@@ -40,12 +45,14 @@ std::optional<Plan> with_phases(const Problem& problem, Plan plan, const Device&
   constexpr int kAtOnce = 32 * 1024;  // bytes of activations that a block copies before its first product
   const int groups = row_groups_of(problem.m), stages = stages_of(groups, plan.row_tiles);
   plan.phase_steps = 1;
-  const int steps = Course(plan, problem.k, groups).steps;
+  const Course course = course_of(problem, plan);
+  const int steps = course.steps;
   for (const int tried : {steps, 4, 2, 1}) {
     plan.phase_steps = std::min(tried, steps);
     plan.ahead = static_cast<int>(divide_up(stages, plan.phase_steps));
     const int64_t bytes = int64_t{problem.m} * plan.phase_steps * plan.depth_warps * kChunk * element_bytes(problem);
-    const bool is_too_much = tried > 1 && plan.phase_steps == steps && bytes > kAtOnce;
+    if (course.prepares && tried != steps) break;  // all of a block's part is prepared at once
+    const bool is_too_much = !course.prepares && tried > 1 && plan.phase_steps == steps && bytes > kAtOnce;
     if (!is_too_much && layout_of(problem, plan).bytes <= device.shared_bytes) return plan;
   }
   return std::nullopt;
@@ -68,7 +75,7 @@ std::optional<Plan> plan_by_digits(const Problem& problem, const Device& device)
   const bool is_good = is_power(plan.row_tiles, 2) && is_power(plan.row_warps, 8) && plan.depth_warps > 0 &&
                        is_power(plan.cluster, kMostCluster) && plan.phase_steps >= 0 && plan.phase_steps < 100 &&
                        plan.block_rows() <= kMostBlockRows && plan.threads() <= most_threads(groups) &&
-                       (groups <= 2 || plan.row_tiles == 2);
+                       (plan.row_tiles == 2 || (groups <= 2 && !problem.gated));
   if (!is_good) return std::nullopt;
   if (plan.phase_steps == 0) return with_phases(problem, plan, device);
   plan.ahead = static_cast<int>(divide_up(stages_of(groups, plan.row_tiles), plan.phase_steps));
@@ -76,27 +83,26 @@ std::optional<Plan> plan_by_digits(const Problem& problem, const Device& device)
   return plan;
 }
 
-// The smallest cluster with which most multiprocessors have a block, and in it each warp a chunk.
-int cluster_for(const Problem& problem, const Plan& plan, const Device& device) {
-  const int64_t blocks = divide_up(problem.n, plan.block_rows()), chunks = divide_up(problem.k, kChunk);
-  int cluster = 1;
-  while (cluster < kMostCluster && 10 * blocks * cluster < 7 * int64_t{device.processors} &&
-         chunks >= 2 * cluster * plan.depth_warps) {
-    cluster *= 2;
-  }
-  return cluster;
-}
-
-// Blocks of 64 rows of b and 8 warps; of 128 rows where there are enough of them, or many rows of a, which every block
-// copies. A few rows of a are copied so fast that 32 rows of b are better. Fewer warps where shared memory is small.
+// Eight warps, in blocks that all run at once where n allows it: of 32 rows of b, or 64, or 128. From 5 rows of a on,
+// copying them costs a block more than sharing k with another block does, so blocks are twice as large. A small matrix
+// has a long k shared by more blocks. Fewer warps where shared memory is small.
 std::optional<Plan> chosen_plan(const Problem& problem, const Device& device, bool has_clusters) {
-  const auto fills = [&](int rows) { return problem.n >= int64_t{rows} * device.processors * 9 / 10; };
-  Plan plan{.row_tiles = 2, .row_warps = 2, .depth_warps = 4, .cluster = 1, .phase_steps = 1, .ahead = 1};
-  if (problem.m <= 4 && fills(32)) plan.row_warps = 1, plan.depth_warps = 8;
-  if (problem.m > 32 || (problem.m > 8 && fills(128))) plan.row_warps = 4, plan.depth_warps = 2;
+  const int64_t chunks = divide_up(problem.k, kChunk);
+  Plan plan{.row_tiles = 2, .row_warps = 1, .depth_warps = 8, .cluster = 1, .phase_steps = 1, .ahead = 1};
+  const auto double_rows = [&] { plan.row_warps *= 2, plan.depth_warps /= 2; };
+  const auto blocks = [&] { return divide_up(problem.n, plan.block_rows()) * plan.cluster; };
+  while (plan.row_warps < 4 && blocks() > device.processors) double_rows();
+  const int steps = problem.m > 8 ? 2 : 4;  // of a block that shares k, before it is shared
+  if (has_clusters && 2 * blocks() > device.processors && problem.m > 4 && plan.row_warps < 4) {
+    double_rows();
+    plan.cluster = 2;
+  }
+  while (has_clusters && plan.cluster < kMostCluster && 2 * blocks() <= device.processors &&
+         chunks >= int64_t{steps} * plan.cluster * plan.depth_warps) {
+    plan.cluster *= 2;
+  }
   for (; plan.row_warps > 0; plan.row_warps /= 2) {
     for (Plan tried = plan; tried.depth_warps > 0; tried.depth_warps /= 2) {
-      if (has_clusters) tried.cluster = cluster_for(problem, tried, device);
       if (const auto found = with_phases(problem, tried, device)) return found;
     }
   }
@@ -157,8 +163,7 @@ std::string enqueue(const Problem& problem, const Operands& operands, cudaStream
   if (!plan || (plan->cluster > 1 && !has_clusters)) {
     return "no kernel runs with config " + std::to_string(problem.config) + " on this device";
   }
-  const Course course(*plan, problem.k, row_groups_of(problem.m));
-  status = by_types({problem, operands, *plan, course, layout_of(problem, *plan)}, device, stream);
+  status = by_types({problem, operands, *plan, course_of(problem, *plan), layout_of(problem, *plan)}, device, stream);
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
 }
 

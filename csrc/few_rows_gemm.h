@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 
+#include "activation.h"
 #include "device/few_rows_gemm_plan.cuh"
 #include "dtypes.h"
 #include "xla/ffi/api/c_api.h"
@@ -23,15 +24,26 @@ namespace jax_fp8::few_rows_gemm {
 // All matrices are row-major: d[m, n] = alpha (a[m, k] a_scale) · (b[n, k] b_scale)ᵀ + bias[n] + c[m, n]. k and n are
 // multiples of 16, and m is at most kMostRows. b is E4M3; a is E4M3 or bfloat16.
 //
+// With a preparation, a is normalized, rounded to bfloat16 and cast by a_scale first, in each block anew.
+//
 // Products are exact, and their sums are float32. Where tiles have scales, the sum of each 128 products is multiplied
 // by its scales and then added.
 struct Problem {
   int m, n, k;
-  bool a_is_bfloat16;
+  bool a_is_bfloat16;  // in the product
   Scaling scaling;  // kOne, and kLines of E4M3 or kSquares of bfloat16
   SourceType d;
   float alpha;
   int32_t config;  // the plan as `plan_of` reads it; 0: a plan that suits the shape
+  // Of at most kMostPreparedRows rows. a is bfloat16 then.
+  Preparation preparation = {};
+  // Of d, rounded before and after. Gated: b has the rows of the gate and then those of the linear part, d[m, n / 2] is
+  // f(gate) * linear, and n is a multiple of 32.
+  bool activates = false, gated = false;
+  Activation activation = Activation::kGelu;
+  // Where the second and the third part of d begin: columns, even, 0 without one. Each part is a matrix of its own, and
+  // they lie one after another.
+  int part_starts[2] = {0, 0};
 };
 
 // a_scale is f32[], or of lines f32[ceil(k / 128), m]. b_scale is f32[], or of squares f32[ceil(n / 128),
@@ -42,6 +54,7 @@ struct Operands {
   const float *a_scale, *b_scale;
   const void *bias, *c;
   void* d;
+  const float *norm_scale = nullptr, *norm_bias = nullptr;  // f32[k] of LayerNorm; without a bias of RMSNorm
 };
 
 // Returns the reason of a failure, or an empty string.

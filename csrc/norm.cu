@@ -1,6 +1,7 @@
-// The launch: which kernel, how many threads and how much shared memory. The kernels are in device/norm_cluster.cuh,
-// device/norm.cuh and device/norm_backward.cuh. By tiles it is device/norm_cluster_by_tile.cuh, or one of the first two
-// for the statistics and device/quantize_by_tile.cuh for the cast.
+// The launch: which kernel, how many threads and how much shared memory. The kernels are in device/norm_row.cuh,
+// device/norm_cluster.cuh, device/norm.cuh and device/norm_backward.cuh. By tiles it is
+// device/norm_cluster_by_tile.cuh, or one of the others for the statistics and device/quantize_by_tile.cuh for the
+// cast.
 #include "norm.h"
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include "device/norm_by_tile.cuh"
 #include "device/norm_cluster.cuh"
 #include "device/norm_cluster_by_tile.cuh"
+#include "device/norm_row.cuh"
 #include "device/quantize_by_tile.cuh"
 #include "kernel_launch.h"
 #include "launch.h"
@@ -115,6 +117,14 @@ cudaError_t launch_rows(const norm::Rows<T>& input, const DeviceScaleSource& sca
 }
 
 template <typename T, Fp8Type kFormat>
+cudaError_t launch_single_rows(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
+                               cudaStream_t stream) {
+  const auto kernel = norm::row_kernel<T, kFormat>;
+  kernel<<<static_cast<unsigned>(input.rows), norm::kRowThreads, 0, stream>>>(input, scale, results);
+  return cudaGetLastError();
+}
+
+template <typename T, Fp8Type kFormat>
 cudaError_t launch_any(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
                        cudaStream_t stream) {
   // A matrix without rows has a scale too: one block runs and writes it.
@@ -128,17 +138,21 @@ cudaError_t launch(const NormArguments& arguments, const DeviceScaleSource& scal
                    const NormResults& results, cudaStream_t stream) {
   cudaError_t status = cudaMemsetAsync(results.amax, 0, sizeof(float), stream);
   if (status != cudaSuccess) return status;
-  const bool vectorized =
-      arguments.rows > 0 && arguments.rows % norm::kBlockRows == 0 && arguments.cols % 16 == 0 &&
-      arguments.cols <= norm::kMaxCols &&
+  const bool aligned =
       are_aligned({arguments.x, arguments.norm_scale, arguments.norm_bias, results.values, results.values_t});
+  // Such numbers of rows come from text generation.
+  const bool few = aligned && arguments.rows % norm::kBlockRows != 0 && arguments.rows <= norm::kMostSingleRows &&
+                   arguments.cols % kVectorWidth == 0 && arguments.cols <= norm::kMostRowCols;
+  const bool vectorized = aligned && arguments.rows > 0 && arguments.rows % norm::kBlockRows == 0 &&
+                          arguments.cols % 16 == 0 && arguments.cols <= norm::kMaxCols;
   by_dtype(arguments.x_type, format, [&](auto element, auto fp8) {
     using T = decltype(element);
     constexpr Fp8Type kFormat = decltype(fp8)::value;
     const norm::Rows<T> input{static_cast<const T*>(arguments.x), arguments.norm_scale, arguments.norm_bias,
                               arguments.epsilon, arguments.rows, arguments.cols};
-    bool launched = false;
-    if (vectorized) {
+    bool launched = few;
+    if (few) status = launch_single_rows<T, kFormat>(input, scale, results, stream);
+    if (vectorized && !launched) {
       const auto launch_clusters =
           norm::quantizes(scale) ? try_norm<T, kFormat, true> : try_norm<T, Fp8Type::kE4M3, false>;
       status = launch_clusters(input, scale, results, stream, launched);

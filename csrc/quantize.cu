@@ -17,28 +17,30 @@ namespace {
 
 constexpr int kFlatThreads = 256;
 
+// The vectors of a thread: 64 bytes in flight. Of a small array one, so that more blocks share it.
 template <typename T>
-constexpr int kVectorsPerThread = 8 / sizeof(T);  // 64 bytes in flight per thread
+constexpr int kManyVectors = 8 / sizeof(T);
+constexpr int64_t kFewElements = 1 << 17;
 
-template <typename T>
-constexpr int64_t kChunk = int64_t{kFlatThreads} * kVectorWidth * kVectorsPerThread<T>;
+template <int kVectors>
+constexpr int64_t kChunk = int64_t{kFlatThreads} * kVectorWidth * kVectors;
 
-template <typename T, Fp8Type kFormat>
+template <typename T, Fp8Type kFormat, int kVectors>
 __global__ void __launch_bounds__(kFlatThreads)
     quantize_kernel(const T* __restrict__ x, DeviceScaleSource scale, int64_t count, bool aligned,
                     uint8_t* __restrict__ values, float* amax) {
   const float loaded = __ldg(scale.element);
-  const int64_t start = blockIdx.x * kChunk<T>;
+  const int64_t start = blockIdx.x * kChunk<kVectors>;
   float thread_amax = 0.0f;
-  if (aligned && start + kChunk<T> <= count) {
-    float elements[kVectorsPerThread<T>][kVectorWidth];
+  if (aligned && start + kChunk<kVectors> <= count) {
+    float elements[kVectors][kVectorWidth];
 #pragma unroll
-    for (int v = 0; v < kVectorsPerThread<T>; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       unpack(load_vector(x + start + (v * kFlatThreads + threadIdx.x) * kVectorWidth), elements[v]);
     }
     const float multiplier = multiplier_from<kFormat>(loaded, scale);
 #pragma unroll
-    for (int v = 0; v < kVectorsPerThread<T>; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       thread_amax = amax_of(thread_amax, elements[v]);
       const uint2 bytes = {quantize_four<kFormat>(elements[v], multiplier),
                            quantize_four<kFormat>(elements[v] + 4, multiplier)};
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(kFlatThreads)
     }
   } else {
     const float multiplier = multiplier_from<kFormat>(loaded, scale);
-    const int64_t end = min(start + kChunk<T>, count);
+    const int64_t end = min(start + kChunk<kVectors>, count);
     for (int64_t i = start + threadIdx.x; i < end; i += kFlatThreads) {
       const float element = to_float(x[i]);
       thread_amax = amax_of(thread_amax, element);
@@ -114,10 +116,15 @@ cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t str
   const DeviceScaleSource scale = on_device(arguments.source, arguments.scale);
   by_dtype(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
-    // An empty x has a scale too: one block runs and writes it.
-    const auto blocks = static_cast<unsigned>(count ? divide_up(count, kChunk<T>) : 1);
-    quantize_kernel<T, decltype(format)::value><<<blocks, kFlatThreads, 0, stream>>>(
-        static_cast<const T*>(arguments.x.x[0]), scale, count, aligned, arguments.values, arguments.amax);
+    constexpr Fp8Type kFormat = decltype(format)::value;
+    const auto launch = [&](auto kernel, int64_t chunk) {
+      // An empty x has a scale too: one block runs and writes it.
+      const auto blocks = static_cast<unsigned>(count ? divide_up(count, chunk) : 1);
+      kernel<<<blocks, kFlatThreads, 0, stream>>>(static_cast<const T*>(arguments.x.x[0]), scale, count, aligned,
+                                                  arguments.values, arguments.amax);
+    };
+    count <= kFewElements ? launch(quantize_kernel<T, kFormat, 1>, kChunk<1>)
+                          : launch(quantize_kernel<T, kFormat, kManyVectors<T>>, kChunk<kManyVectors<T>>);
   });
   return cudaGetLastError();
 }

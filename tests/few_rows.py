@@ -2,7 +2,8 @@
 
 import ml_dtypes
 import numpy as np
-from emulation import ORDERS, Result, compile_for_cpu
+import pytest
+from emulation import ORDERS, EmulationError, Result, compile_for_cpu
 
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 F32, BF16, F16 = SOURCES
@@ -13,8 +14,10 @@ PAIRS = {"": (ONE, False), "1d2d": (LINES, False), "bfloat16": (ONE, True), "bfl
 
 ENTRY = """
 extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, int64_t scaling, int64_t d_type,
-                        double alpha, int64_t config, const void* a, const void* b, const float* a_scale,
-                        const float* b_scale, const void* bias, const void* c, void* d) {
+                        double alpha, int64_t config, int64_t normalizes, int64_t casts, double epsilon,
+                        int64_t activation, int64_t gated, const void* a, const void* b, const float* a_scale,
+                        const float* b_scale, const void* bias, const void* c, void* d, const float* norm_scale,
+                        const float* norm_bias) {
   using namespace jax_fp8;
   using namespace jax_fp8::few_rows_gemm;
   const Problem problem = {static_cast<int>(m),
@@ -24,8 +27,12 @@ extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, 
                            static_cast<Scaling>(scaling),
                            static_cast<SourceType>(d_type),
                            static_cast<float>(alpha),
-                           static_cast<int32_t>(config)};
-  return enqueue(problem, {a, b, a_scale, b_scale, bias, c, d}, nullptr).empty() ? 0 : 1;
+                           static_cast<int32_t>(config),
+                           {normalizes != 0, casts != 0, static_cast<float>(epsilon)},
+                           activation >= 0,
+                           gated != 0,
+                           static_cast<Activation>(activation < 0 ? 0 : activation)};
+  return enqueue(problem, {a, b, a_scale, b_scale, bias, c, d, norm_scale, norm_bias}, nullptr).empty() ? 0 : 1;
 }
 """
 
@@ -65,11 +72,23 @@ class Product:
         self.c = added((m, n)).astype(d) if c else None
 
     def run(self, changes=(), orders=tuple(ORDERS)):
-        operands = [self.a, self.b, self.a_scale, self.b_scale, self.bias, self.c, Result(self.shape[:2], self.d)]
+        operands = [self.given(), self.b, self.a_scale, self.b_scale, self.bias, self.c, self.result()]
         how = [self.a_is_bfloat16, self.scaling, SOURCES.index(self.d), self.alpha, self.config]
+        settings, norm = self.around()
         kernels = compile_for_cpu("few_rows_gemm.cu", ENTRY, changes)
-        (d,) = kernels.call("multiply", *self.shape, *how, *operands, orders=orders)
+        (d,) = kernels.call("multiply", *self.shape, *how, *settings, *operands, *norm, orders=orders)
         return d
+
+    def given(self):
+        """The operand a as the kernel gets it."""
+        return self.a
+
+    def result(self):
+        return Result(self.shape[:2], self.d)
+
+    def around(self):
+        """What the kernel does besides: normalizes, casts, epsilon, activation, gated; and the norm's arrays."""
+        return [False, False, 0.0, -1, False], [None, None]
 
     def expected(self):
         """The product, and the sum of its magnitudes: what errors are measured by."""
@@ -99,3 +118,22 @@ class Product:
     def check_exact(self, changes=(), orders=tuple(ORDERS)):
         d, expected = self.run(changes, orders), self.expected()[0].astype(self.d)
         assert (d.view(np.uint8) == expected.view(np.uint8)).all()
+
+    def check_mistake(self, file, right, wrong, sentence=None):
+        """A planted mistake must be noticed: by the harness with this sentence, or else by the numbers too."""
+        errors = EmulationError if sentence else (AssertionError, EmulationError)
+        with pytest.raises(errors, match=sentence):
+            self.check_exact(((file, right, wrong), *self._only_own_kernels()))
+
+    def _only_own_kernels(self):
+        """Changes that leave only the kernels of these dtypes and of few rows, so that a mistake compiles sooner."""
+        kept = ("BFloat16" if self.a_is_bfloat16 else "Float16", ("One", "Lines", "Squares")[self.scaling])
+        pairs = (("BFloat16", "Squares"), ("BFloat16", "One"), ("Float16", "Lines"), ("Float16", "One"))
+        calls = [f"by_rows<{wide}, Scaling::k{scaling}>(arguments, device, stream)" for wide, scaling in pairs]
+        gone = [call for call, of in zip(calls, pairs, strict=True) if of != kept]
+        changes = [("few_rows_gemm.cu", call, "cudaErrorInvalidValue") for call in gone]
+        if self.shape[0] <= 8:
+            line = "    case 4: return launch<Wide, kScaling, 4, 2>(arguments, device, stream);\n"
+            most = "launch<Wide, kScaling, 8, 2>(arguments, device, stream)"
+            changes += [("few_rows_gemm.cu", line, ""), ("few_rows_gemm.cu", most, "cudaErrorInvalidValue")]
+        return tuple(changes)

@@ -4,23 +4,26 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../dtypes.h"
 #include "fp8.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8::cached_attention {
 
-// Of a block that attends kHeads queries at once. 8 queries need so many registers that a multiprocessor has one block
-// only, and with fewer queries it has 2 or 3.
-template <int kHeads>
-constexpr int kThreads = kHeads == 8 ? 256 : 192;
-template <int kHeads>
-constexpr int kWarps = kThreads<kHeads> / kWarp;
-template <int kHeads>
-constexpr int kResident = kHeads == 8 ? 1 : kHeads == 4 ? 2 : 3;  // blocks, which the registers must allow
+// Of a block. kWidth is 64, 128 or 256: the features of a head, rounded up.
+template <int kWidth>
+constexpr int kThreads = kWidth == 256 ? 256 : 192;
+template <int kWidth>
+constexpr int kWarps = kThreads<kWidth> / kWarp;
+// Blocks that the registers of a multiprocessor must allow.
+template <typename C, int kWidth>
+constexpr int kResident = kWidth == 256 ? 1 : kWidth == 128 || sizeof(C) == 4 ? 2 : 3;
 
 constexpr int kMostLog2Blocks = 4;  // of a cluster
+constexpr int kMostBlocks = 1 << kMostLog2Blocks;
+
+// The maximum of no logits. It is finite, so that a difference to it is never NaN.
+constexpr float kLowest = -3.402823466e38f;
 
 // An element of a cache in FP8. The other caches have float, BFloat16 or Float16.
 struct E4M3 {
@@ -29,20 +32,6 @@ struct E4M3 {
 
 template <typename C>
 constexpr bool kIsFp8 = std::is_same_v<C, E4M3>;
-
-__device__ inline void unpack(uint32_t word, float* out, E4M3) {
-  uncast_pair<Fp8Type::kE4M3>(static_cast<uint16_t>(word), out[0], out[1]);
-  uncast_pair<Fp8Type::kE4M3>(static_cast<uint16_t>(word >> 16), out[2], out[3]);
-}
-
-// There are few elements of the new token, so their dtype is known at run time only.
-__device__ inline void store(void* target, int64_t index, SourceType type, float x) {
-  switch (type) {
-    case SourceType::kFloat32: static_cast<float*>(target)[index] = x; break;
-    case SourceType::kBFloat16: static_cast<BFloat16*>(target)[index] = from_float<BFloat16>(x); break;
-    default: static_cast<Float16*>(target)[index] = from_float<Float16>(x);
-  }
-}
 
 // From a product of query and key to a logit for powers of two: log2(e) times the logit.
 struct Logits {
@@ -61,16 +50,16 @@ struct Sizes {
   int window;  // 0: all
 };
 
-template <typename C>
+// C: an element of the cache. T: one of the new token, and of the result; the same as C unless the cache is in FP8.
+template <typename C, typename T>
 struct Call {
-  const void *query, *key, *value;
-  SourceType type;  // of these, and of the result
+  const T *query, *key, *value;
   const float *cos, *sin;
   int pairs;
   C *keys, *values;
   float *key_scales, *value_scales;  // null without FP8
   const int32_t *lengths, *step;
-  void* attended;
+  T* attended;
   Sizes sizes;
   Logits logits;
   int tiles;        // of kHeads queries, in which the queries of a key head are
@@ -81,20 +70,24 @@ struct Call {
 
 // The part of the call that a block has.
 struct Part {
-  int64_t head;              // of all rows and key heads
+  int head;                  // of all rows and key heads
   int row;                   // of the batch
   int first_query, queries;  // of those of the key head
   int block;                 // of its cluster
   bool writes;               // whether this block writes the new token's slot
+
+  // The first block of a cluster sees the new token itself.
+  __device__ bool sees_token() const { return block == 0; }
 };
 
-template <int kHeads, typename C>
-__device__ inline Part part_of(const Call<C>& call) {
+template <int kHeads, typename C, typename T>
+__device__ inline Part part_of(const Call<C, T>& call) {
   const unsigned tile = blockIdx.x >> call.log2_blocks, head = tile / call.tiles;
+  const int row = static_cast<int>(tile / (call.tiles * call.sizes.kv_heads));
   const int first_query = static_cast<int>(tile - head * call.tiles) * kHeads;
   const int block = static_cast<int>(blockIdx.x & (call.blocks() - 1));
-  return {head, static_cast<int>(head / call.sizes.kv_heads), first_query,
-          min(call.sizes.queries - first_query, kHeads), block, first_query == 0 && block == 0};
+  return {static_cast<int>(head), row, first_query, min(call.sizes.queries - first_query, kHeads),
+          block, first_query == 0 && block == 0};
 }
 
 // ---- slots that are seen --------------------------------------------------------------------------------------------
@@ -120,5 +113,16 @@ __device__ inline Seen seen_by(int length, int step, const Sizes& sizes) {
   return {prompt, prompt + (step - first_step), first, sizes.prompt_slots + first_step - length,
           sizes.prompt_slots + step};
 }
+
+// The keys or the values of a key head, and which of them this block sees.
+template <typename C>
+struct Rows {
+  const C* rows;        // [slots, head_dim], from the first slot that is seen on
+  const float* scales;  // [slots], likewise
+  int head_dim, end;    // the number behind the last slot
+
+  __device__ Rows(const C* all, const float* all_scales, int64_t first, int head_dim, int end)
+      : rows(all + first * head_dim), scales(kIsFp8<C> ? all_scales + first : nullptr), head_dim(head_dim), end(end) {}
+};
 
 }  // namespace jax_fp8::cached_attention

@@ -1,93 +1,137 @@
-// The softmaxes of groups of lanes, of warps and of blocks become one: each is scaled to the largest logit of all. The
-// order never changes.
+// The softmaxes of warps and of blocks become one: each is scaled to the largest logit of all. The order never changes.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "async_copy.cuh"
 #include "cached_attention_call.cuh"
-#include "cached_attention_softmax.cuh"
-#include "cached_attention_token.cuh"
+#include "cached_attention_shared.cuh"
 #include "cluster.cuh"
+#include "exponential.cuh"
 
 namespace jax_fp8::cached_attention {
 
-// Combines the softmaxes of the warp's groups, and leaves the warp's in shared memory: `parts` [kWarps, kHeads, width].
-template <typename C, int kLanes, int kHeads, int kCopies, typename OfBlock>
-__device__ inline void combine_groups(Running<kLanes, kHeads>& running, OfBlock& shared, float* parts) {
-  constexpr int kHeadLanes = kLanes / kHeads, kWidth = kLanes * kVectorWidth;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
-  const float largest = lanes_max<kWarp / 2, kLanes>(running.largest);
-  running.multiply(power_of_2<C>(__fsub_rn(running.largest, largest)));
-  const float sum = lanes_sum<kHeadLanes / 2, kCopies>(lanes_sum<kWarp / 2, kLanes>(running.sum));
-  if (lane < kLanes && lane % kHeadLanes == 0) {
-    shared.largest[warp][lane / kHeadLanes] = largest;
-    shared.sums[warp][lane / kHeadLanes] = sum;
-  }
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-#pragma unroll
-    for (int i = 0; i < kVectorWidth; ++i) {
-      running.attended[h][i] = lanes_sum<kWarp / 2, kLanes>(running.attended[h][i]);
-    }
-    if (lane >= kLanes) continue;
-    put_eight(parts + (warp * kHeads + h) * kWidth + lane * kVectorWidth, running.attended[h]);
-  }
-}
+// Of a query, and two neighbouring features of it.
+struct PairSoftmax {
+  float largest, sum;
+  float2 attended;
 
-// Combines the warps, in `parts` of the first one and in `block_largest` and `block_sums`.
-template <typename C, int kWidth, int kHeads>
-__device__ inline void combine_warps(Shared<kWidth, kHeads>& shared, int heads, float* parts) {
-  for (int element = static_cast<int>(threadIdx.x); element < heads * kWidth; element += kThreads<kHeads>) {
-    const int h = element / kWidth;
-    float largest = kLowest, sum = 0.0f, attended = 0.0f;
-#pragma unroll
-    for (int warp = 0; warp < kWarps<kHeads>; ++warp) largest = fmaxf(largest, shared.largest[warp][h]);
-#pragma unroll
-    for (int warp = 0; warp < kWarps<kHeads>; ++warp) {
-      const float factor = power_of_2<C>(__fsub_rn(shared.largest[warp][h], largest));
-      sum = __fmaf_rn(factor, shared.sums[warp][h], sum);
-      attended = __fmaf_rn(factor, parts[warp * kHeads * kWidth + element], attended);
-    }
-    parts[element] = attended;
-    if (element % kWidth == 0) shared.block_largest[h] = largest, shared.block_sums[h] = sum;
+  template <typename C>
+  __device__ void add(float other_largest, float other_sum, float2 other) {
+    const float factor = power_of_2<C>(__fsub_rn(other_largest, largest));
+    sum = __fmaf_rn(factor, other_sum, sum);
+    attended = {__fmaf_rn(factor, other.x, attended.x), __fmaf_rn(factor, other.y, attended.y)};
   }
-}
+};
 
-__device__ inline const float* shared_of(const float* own, int block, int blocks) {
-  return blocks == 1 ? own : in_block(own, block);
-}
-
-// Combines the blocks, each an equal part of the features, and writes the result.
-template <typename C, int kWidth, int kHeads>
-__device__ inline void combine_blocks(const Call<C>& call, const Part& part, const Shared<kWidth, kHeads>& shared,
-                                      const float* parts) {
-  constexpr int kMostBlocks = 1 << kMostLog2Blocks;
-  const int blocks = call.blocks(), head_dim = call.sizes.head_dim;
-  const int64_t first = part.head * call.sizes.queries + part.first_query;
-  for (int element = part.block * kThreads<kHeads> + static_cast<int>(threadIdx.x); element < part.queries * kWidth;
-       element += blocks * kThreads<kHeads>) {
-    const int h = element / kWidth, feature = element % kWidth;
-    if (feature >= head_dim) continue;
-    // All loads first: each takes some hundred cycles.
-    float largest_of[kMostBlocks], sum_of[kMostBlocks], attended_of[kMostBlocks];
-    float largest = kLowest, sum = 0.0f, attended = 0.0f;
-#pragma unroll
-    for (int b = 0; b < kMostBlocks; ++b) {
-      const bool exists = b < blocks;
-      largest_of[b] = exists ? *shared_of(shared.block_largest + h, b, blocks) : kLowest;
-      sum_of[b] = exists ? *shared_of(shared.block_sums + h, b, blocks) : 0.0f;
-      attended_of[b] = exists ? *shared_of(parts + element, b, blocks) : 0.0f;
+// The results of a block: its queries, in pairs of neighbouring features. The blocks of a cluster take turns at
+// receiving the sums of a pair.
+template <typename C, typename T, int kWidth, int kHeads>
+class Results {
+ public:
+  // Begins the barrier of what the block receives.
+  __device__ Results(const Call<C, T>& call, const Part& part, Shared<C, T, kWidth, kHeads>& shared)
+      : call_(call), part_(part), shared_(shared) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if (call.log2_blocks == 0) return;
+    if (threadIdx.x == 0) {
+      start(shared.arrived, 1);
+      publish_barriers();
+      arrive_and_expect(shared.arrived, part.queries * (kRowPairs + call.blocks()) * 8);
     }
-#pragma unroll
-    for (int b = 0; b < kMostBlocks; ++b) largest = fmaxf(largest, largest_of[b]);
-#pragma unroll
-    for (int b = 0; b < kMostBlocks; ++b) {
-      const float factor = power_of_2<C>(__fsub_rn(largest_of[b], largest));
-      sum = __fmaf_rn(factor, sum_of[b], sum);
-      attended = __fmaf_rn(factor, attended_of[b], attended);
-    }
-    store(call.attended, (first + h) * head_dim + feature, call.type, __fdiv_rn(attended, sum));
+    arrive_at_cluster_with_nothing();
+#endif
   }
-}
+
+  // `parts` has the sums of the warps, [kWarps, queries, kPartWidth]. A barrier must have followed them.
+  __device__ void write(const float* parts) const {
+    const int pairs = part_.queries * kRowPairs, first = static_cast<int>(threadIdx.x);
+    if (call_.log2_blocks == 0) {
+      for (int pair = first; pair < pairs; pair += kThreads<kWidth>) write_pair(pair, combine_warps(parts, pair));
+      return;
+    }
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    wait_for_cluster();  // all have begun their barriers
+    for (int pair = first; pair < pairs; pair += kThreads<kWidth>) send_pair(pair, combine_warps(parts, pair));
+    wait(shared_.arrived, 0);
+    for (int item = first; item < pairs; item += kThreads<kWidth>) {
+      const int pair = item - block_of(item) + part_.block;
+      const PairSoftmax combined = combine_blocks(item, pair / kRowPairs);
+      if (block_of(item) == 0) write_pair(pair, combined);
+    }
+#endif
+  }
+
+ private:
+  static constexpr int kRowPairs = kWidth / 2;
+  static_assert(kRowPairs % kMostBlocks == 0);
+
+  // Pairs, and what is received of them, are numbered alike: a pair's receiver is as an item's sender.
+  __device__ int block_of(int item) const { return item & (call_.blocks() - 1); }
+
+  __device__ PairSoftmax combine_warps(const float* parts, int pair) const {
+    const int h = pair / kRowPairs, feature = pair % kRowPairs * 2;
+    PairSoftmax all{part_.sees_token() ? fmaxf(kLowest, shared_.own_logits[h]) : kLowest, 0.0f, {0.0f, 0.0f}};
+#pragma unroll
+    for (int warp = 0; warp < kWarps<kWidth>; ++warp) all.largest = fmaxf(all.largest, shared_.largest[warp][h]);
+#pragma unroll
+    for (int warp = 0; warp < kWarps<kWidth>; ++warp) {
+      const float* sums = parts + (warp * part_.queries + h) * kPartWidth<kWidth> + feature;
+      all.add<C>(shared_.largest[warp][h], shared_.sums[warp][h], *reinterpret_cast<const float2*>(sums));
+    }
+    if (part_.sees_token()) {
+      all.add<C>(shared_.own_logits[h], 1.0f, {shared_.value[feature], shared_.value[feature + 1]});
+    }
+    return all;
+  }
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  // To the block that has the pair; and the softmax of its query to each block once.
+  __device__ void send_pair(int pair, const PairSoftmax& softmax) const {
+    const int h = pair / kRowPairs, in_row = pair % kRowPairs, block = block_of(pair);
+    send(softmax.attended, shared_.received + (pair - block) + part_.block, shared_.arrived, block);
+    if (in_row < call_.blocks()) {
+      send(float2{softmax.largest, softmax.sum}, shared_.received_softmaxes + (h << call_.log2_blocks) + part_.block,
+           shared_.arrived, in_row);
+    }
+  }
+
+  // Neighbouring lanes have the blocks of a pair. All of them get the result.
+  __device__ PairSoftmax combine_blocks(int item, int h) const {
+    const float2 softmax = shared_.received_softmaxes[(h << call_.log2_blocks) + block_of(item)];
+    PairSoftmax all{softmax.x, 0.0f, {0.0f, 0.0f}};
+#pragma unroll 1
+    for (int distance = call_.blocks() / 2; distance > 0; distance /= 2) {
+      all.largest = fmaxf(all.largest, __shfl_xor_sync(0xFFFFFFFFu, all.largest, distance));
+    }
+    all.add<C>(softmax.x, softmax.y, shared_.received[item]);
+#pragma unroll 1
+    for (int distance = call_.blocks() / 2; distance > 0; distance /= 2) {
+      all.sum = __fadd_rn(all.sum, __shfl_xor_sync(0xFFFFFFFFu, all.sum, distance));
+      all.attended.x = __fadd_rn(all.attended.x, __shfl_xor_sync(0xFFFFFFFFu, all.attended.x, distance));
+      all.attended.y = __fadd_rn(all.attended.y, __shfl_xor_sync(0xFFFFFFFFu, all.attended.y, distance));
+    }
+    return all;
+  }
+#endif
+
+  __device__ void write_pair(int pair, const PairSoftmax& softmax) const {
+    const int h = pair / kRowPairs, feature = pair % kRowPairs * 2, head_dim = call_.sizes.head_dim;
+    if (feature >= head_dim) return;
+    const float x = __fdividef(softmax.attended.x, softmax.sum), y = __fdividef(softmax.attended.y, softmax.sum);
+    const int64_t row = int64_t{part_.head} * call_.sizes.queries + part_.first_query + h;
+    T* target = call_.attended + row * head_dim + feature;
+    if constexpr (std::is_same_v<T, float>) {
+      *reinterpret_cast<float2*>(target) = {x, y};
+    } else {
+      *reinterpret_cast<uint32_t*>(target) = pack(x, y, T{});
+    }
+  }
+
+  const Call<C, T>& call_;
+  const Part& part_;
+  Shared<C, T, kWidth, kHeads>& shared_;
+};
 
 }  // namespace jax_fp8::cached_attention

@@ -9,9 +9,8 @@
 // lane needs what another one has copied, and the ring of weights needs no barrier. A chunk is two times 64 elements.
 //
 // The warps of a block take turns at the chunks, in steps. Activations are shared by all of them: they are copied in
-// phases of several steps, with one barrier for each phase. In the loop all copies are asynchronous, so phases are
-// ahead of their use by as many steps as weights. The first ones are copied by ordinary loads, after the first weights
-// are under way: waiting for them does not wait for these weights.
+// phases of several steps, with one barrier for each phase. All copies are asynchronous, so phases are ahead of their
+// use by as many steps as weights.
 //
 //     28672 x 4096, 8 rows: 448 blocks of 8 warps and 64 rows of b, one on each multiprocessor. Up to 128 KB of weights
 //     are under way to it; its share of 3.3 TB/s, times 1 us of latency, is 25 KB. A step of a warp takes some 245
@@ -23,6 +22,7 @@
 
 #include "few_rows_gemm_activations.cuh"
 #include "few_rows_gemm_plan.cuh"
+#include "few_rows_gemm_preparation.cuh"
 #include "few_rows_gemm_results.cuh"
 #include "few_rows_gemm_weights.cuh"
 #include "mma.cuh"
@@ -35,14 +35,30 @@ template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles>
 class Product {
  public:
   __device__ Product(const Arguments& arguments, const Part& part, uint8_t* shared)
-      : arguments_(arguments), part_(part), weights_(arguments, part, shared), activations_(arguments, part, shared) {}
+      : arguments_(arguments), part_(part), ahead_(min(arguments.plan.ahead, arguments.course.phases)),
+        weights_(arguments, part, shared), activations_(arguments, part, shared), preparer_(arguments, part, shared) {}
+
+  // Has the first activations under way, and as many weights as fit. Activations come first: behind the weights they
+  // would arrive after them, and no product could begin before. Nothing may wait before this.
+  __device__ void start() {
+    square_ = square_scale(0);
+    if (is_prepared()) {
+      preparer_.fetch_rows();
+    } else {
+      for (int phase = 0; phase < ahead_; ++phase) activations_.fetch_phase(phase, phase);
+    }
+    fetch_weights_of(0, is_prepared() ? kEarly : kStages);
+  }
 
   __device__ void make(Sums<kRowGroups, kRowTiles>& sums) {
     const Course& course = arguments_.course;
-    const int phase_steps = arguments_.plan.phase_steps, ahead = min(arguments_.plan.ahead, course.phases);
-    for (int step = 0; step < kStages; ++step) weights_.fetch(step);
-    for (int phase = 0; phase < ahead; ++phase) activations_.template copy<true>(phase, phase);
-    float square = square_scale(0);
+    const int phase_steps = arguments_.plan.phase_steps;
+    if (is_prepared()) {
+      wait_for_all_but<kEarly>();
+      __syncthreads();
+      preparer_.make(activations_.slot(0), arguments_.layout.phase_row);
+      fetch_weights_of(kEarly, kStages);
+    }
     int phase = 0;
     Turn turn = {0, 0};
     for (int step = 0; step < course.steps; ++step) {
@@ -52,11 +68,11 @@ class Product {
         // slot is the next to be filled.
         __syncthreads();
         const int slot = turn.slot == 0 ? course.phase_slots - 1 : turn.slot - 1;
-        if (phase + ahead < course.phases) activations_.template copy<false>(phase + ahead, slot);
+        if (phase + ahead_ < course.phases) activations_.fetch_phase(phase + ahead_, slot);
       }
       const float next_square = square_scale(step + 1);
-      if (weights_.has(step)) add(step, turn, square, sums);
-      square = next_square;
+      if (weights_.has(step)) add(step, turn, sums);
+      square_ = next_square;
       weights_.fetch(step + kStages);
       if (++turn.step_of_phase == phase_steps) {
         turn = {turn.slot + 1 == course.phase_slots ? 0 : turn.slot + 1, 0};
@@ -69,6 +85,15 @@ class Product {
   static constexpr bool kIsE4M3 = std::is_same_v<Wide, Float16>;
   static constexpr int kElementBytes = kIsE4M3 ? 1 : 2;  // of a
   static constexpr int kStages = stages_of(kRowGroups, kRowTiles);
+  static constexpr int kEarly = kStages / 2;  // batches of weights before rows are prepared
+
+  __device__ void fetch_weights_of(int first, int end) {
+#pragma unroll 1
+    for (int step = first; step < end; ++step) weights_.fetch(step);
+  }
+
+  // With more rows it is another kernel's work, and this one need not have the code.
+  __device__ bool is_prepared() const { return kRowGroups == 1 && arguments_.course.prepares; }
 
   __device__ float square_scale(int step) const {
     if constexpr (kScaling == Scaling::kOne) return 1.0f;
@@ -78,7 +103,7 @@ class Product {
     return __ldg(arguments_.operands.b_scale + part_.first_row / kMostBlockRows * row + chunk);
   }
 
-  __device__ void add(int step, const Turn& turn, float square, Sums<kRowGroups, kRowTiles>& sums) {
+  __device__ void add(int step, const Turn& turn, Sums<kRowGroups, kRowTiles>& sums) {
     if constexpr (kScaling == Scaling::kOne) {
       add_products(step, turn, sums);
     } else {
@@ -87,9 +112,9 @@ class Product {
       const float2* const lines = activations_.scales(turn);
 #pragma unroll
       for (int group = 0; group < kRowGroups; ++group) {
-        float2 scales = {square, square};
+        float2 scales = {square_, square_};
         if constexpr (kScaling == Scaling::kLines) {
-          scales = {__fmul_rn(lines[4 * group].x, square), __fmul_rn(lines[4 * group].y, square)};
+          scales = {__fmul_rn(lines[4 * group].x, square_), __fmul_rn(lines[4 * group].y, square_)};
         }
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
@@ -148,8 +173,11 @@ class Product {
 
   const Arguments& arguments_;
   const Part& part_;
+  const int ahead_;  // phases
+  float square_;     // the scale of the chunk whose turn it is
   Weights<kRowGroups, kRowTiles> weights_;
   Activations<kElementBytes, kScaling, kRowGroups> activations_;
+  Preparer<Wide> preparer_;
 };
 
 template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles>
@@ -158,10 +186,14 @@ __global__ void __launch_bounds__(most_threads(kRowGroups), 1) kernel(const __gr
   __shared__ Barrier received;
   auto* const shared = reinterpret_cast<uint8_t*>(shared_vectors);
   const Part part(arguments);
+  // Whatever else is read comes before the weights: behind them it arrives late, and a warp may wait for it anywhere.
+  const Factors<kScaling> factors(arguments);
   Results<kRowGroups, kRowTiles> results(arguments, part, shared, received);
+  Product<Wide, kScaling, kRowGroups, kRowTiles> product(arguments, part, shared);
+  product.start();
   Sums<kRowGroups, kRowTiles> sums = {};
-  Product<Wide, kScaling, kRowGroups, kRowTiles>(arguments, part, shared).make(sums);
-  results.write(sums, factor_of<kScaling>(arguments));
+  product.make(sums);
+  results.write(sums, factors.product());
 }
 
 }  // namespace jax_fp8::few_rows_gemm

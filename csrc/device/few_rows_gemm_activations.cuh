@@ -14,7 +14,8 @@ namespace jax_fp8::few_rows_gemm {
 struct Place {
   int row, column;
 
-  __device__ explicit Place(int width) : row(threadIdx.x / width), column(threadIdx.x % width) {}
+  __device__ explicit Place(const Divisor& width)
+      : row(quotient(threadIdx.x, width)), column(static_cast<int>(threadIdx.x) - row * width.divisor) {}
 
   __device__ void advance(int width, int by_rows, int by_columns) {
     row += by_rows, column += by_columns;
@@ -35,36 +36,25 @@ class Activations {
       : arguments_(arguments), part_(part), shared_(shared),
         phase_chunks_(arguments.plan.phase_steps * arguments.plan.depth_warps) {}
 
-  // kNow: by ordinary loads; else by asynchronous copies, for the batch that ends next.
-  template <bool kNow>
-  __device__ void copy(int phase, int to_slot) {
-    constexpr int kTogether = 4;  // loads under way
-    const int m = arguments_.problem.m, k = arguments_.problem.k, width = phase_chunks_ * kChunk / kVector;
-    const int by_rows = static_cast<int>(blockDim.x) / width, by_columns = static_cast<int>(blockDim.x) % width;
+  // Starts the copies of a phase, for the batch that ends next. Behind the end of k are zeros.
+  __device__ void fetch_phase(int phase, int to_slot) {
+    const int m = arguments_.problem.m, k = arguments_.problem.k;
+    const Divisor& divisor = arguments_.course.phase_vectors;
+    const int width = divisor.divisor, threads = static_cast<int>(blockDim.x);
+    const int by_rows = quotient(threads, divisor), by_columns = threads - by_rows * width;
     const int first = first_chunk(phase) * kChunk;
     const auto* const a = static_cast<const uint8_t*>(arguments_.operands.a);
     uint8_t* const target = slot(to_slot);
-    for (Place place(width); place.row < m;) {
-      uint4 loaded[kTogether];
-      Place places[kTogether] = {place, place, place, place};
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        places[i] = place;
-        const int depth = first + place.column * kVector;
-        const bool exists = place.row < m && depth < k;
-        loaded[i] = make_uint4(0, 0, 0, 0);
+    for (Place place(divisor); place.row < m; place.advance(width, by_rows, by_columns)) {
+      const int depth = first + place.column * kVector;
+      if (depth < k) {
         const uint8_t* const source = a + (int64_t{place.row} * k + depth) * kElementBytes;
-        if (exists && kNow) loaded[i] = __ldg(reinterpret_cast<const uint4*>(source));
-        if (exists && !kNow) fetch(at(target, place), reinterpret_cast<const uint4*>(source));
-        place.advance(width, by_rows, by_columns);
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const bool is_behind = first + places[i].column * kVector >= k;
-        if (places[i].row < m && (kNow || is_behind)) *at(target, places[i]) = loaded[i];
+        fetch(at(target, place), reinterpret_cast<const uint4*>(source));
+      } else {
+        *at(target, place) = make_uint4(0, 0, 0, 0);
       }
     }
-    if constexpr (kScaling == Scaling::kLines) copy_scales<kNow>(phase, to_slot);
+    if constexpr (kScaling == Scaling::kLines) fetch_scales(phase, to_slot);
   }
 
   // Where the lane's 16 elements of the first row lie, of the first half of this warp's chunk.
@@ -78,6 +68,8 @@ class Activations {
     return reinterpret_cast<const float2*>(first) + chunk_of(turn) * kRowGroups * 4 + part_.lane % 4;
   }
 
+  __device__ uint8_t* slot(int number) const { return shared_ + number * arguments_.layout.phase; }
+
  private:
   static constexpr int kVector = 16 / kElementBytes;  // elements
 
@@ -87,27 +79,18 @@ class Activations {
     return turn.step_of_phase * arguments_.plan.depth_warps + part_.depth_warp;
   }
 
-  __device__ uint8_t* slot(int number) const { return shared_ + number * arguments_.layout.phase; }
-
   __device__ uint4* at(uint8_t* target, const Place& place) const {
     return reinterpret_cast<uint4*>(target + place.row * arguments_.layout.phase_row) + place.column;
   }
 
-  template <bool kNow>
-  __device__ void copy_scales(int phase, int to_slot) {
+  __device__ void fetch_scales(int phase, int to_slot) {
     const int fours = (arguments_.problem.m + 3) / 4;
     auto* const target = reinterpret_cast<uint4*>(slot(to_slot) + arguments_.layout.phase_scales);
     const auto* const source = reinterpret_cast<const uint4*>(arguments_.operands.a_scale);
     for (int i = threadIdx.x; i < phase_chunks_ * fours; i += blockDim.x) {
       const int chunk = i / fours, four = i % fours;
       if (first_chunk(phase) + chunk >= arguments_.course.all_chunks) break;
-      const uint4* const from = source + (int64_t{first_chunk(phase)} + chunk) * fours + four;
-      uint4* const to = target + chunk * kRowGroups * 2 + four;
-      if constexpr (kNow) {
-        *to = __ldg(from);
-      } else {
-        fetch(to, from);
-      }
+      fetch(target + chunk * kRowGroups * 2 + four, source + (int64_t{first_chunk(phase)} + chunk) * fours + four);
     }
   }
 

@@ -23,6 +23,16 @@ enum class Scaling {
   kSquares,  // a has one scale, and b one for each 128 x 128
 };
 
+// What a block does itself with the rows of a before the product: for few rows that costs less than a kernel before.
+struct Preparation {
+  bool normalizes = false;  // the rows, over all of k
+  bool casts = false;       // from bfloat16 to E4M3
+  float epsilon = 0;        // of the norm
+};
+
+constexpr int kMostPreparedRows = 8;
+constexpr int kMostWarps = 16;
+
 // The batches of weights that a lane has under way, each of 64 bytes for every tile of 16 rows. For many rows of a,
 // activations need most of the shared memory.
 constexpr int stages_of(int row_groups, int row_tiles) { return row_groups >= 4 ? 3 : 8 / row_tiles; }
@@ -48,23 +58,52 @@ struct Plan {
   constexpr int threads() const { return warps() * 32; }
 };
 
+// A divisor of small numbers, which a multiplication divides by: a division takes more than a hundred cycles, at the
+// start of the kernel all in a row.
+struct Divisor {
+  int divisor;
+  uint32_t inverse;  // 2**32 / divisor, rounded up; 0 of the divisor 1
+
+  explicit Divisor(int divisor)
+      : divisor(divisor),
+        inverse(divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor)) {}
+};
+
 // What follows from a plan, for a kernel that has no functions of the host.
 struct Course {
+  bool prepares;              // the rows of a
+  int parts, d_columns;       // of a result: a sum, or with gates two; so d has half as many columns as b has rows
   int block_rows;             // of b
   int log2_pairs;             // of neighbours among them
   int all_chunks;             // along k
   int chunks, steps, phases;  // of one block
   int phase_slots, stages;    // that shared memory holds, of activations and of weights
+  int log2_cluster;
+  Divisor depth_warps;        // of the warps of a block
+  Divisor phase_vectors;      // 16 bytes of a row of activations in a phase
+  Divisor raw_vectors;        // 16 bytes of a row of bfloat16 that is prepared, of this block's part
+  int sharing;                // warps that prepare a row together
+  Divisor by_sharing;
 
-  Course(const Plan& plan, int64_t k, int row_groups)
-      : block_rows(plan.block_rows()),
+  Course(const Plan& plan, const Preparation& preparation, bool gated, int m, int n, int64_t k, int row_groups,
+         int element_bytes)
+      : prepares(preparation.normalizes || preparation.casts),
+        parts(gated ? 2 : 1),
+        d_columns(n / parts),
+        block_rows(plan.block_rows()),
         log2_pairs(log2_of(plan.block_rows() / 2)),
         all_chunks(static_cast<int>(divide_up(k, kChunk))),
         chunks(static_cast<int>(divide_up(all_chunks, plan.cluster))),
         steps(static_cast<int>(divide_up(chunks, plan.depth_warps))),
         phases(static_cast<int>(divide_up(steps, plan.phase_steps))),
         phase_slots(phases <= plan.ahead ? phases : plan.ahead + 1),
-        stages(steps < stages_of(row_groups, plan.row_tiles) ? steps : stages_of(row_groups, plan.row_tiles)) {}
+        stages(steps < stages_of(row_groups, plan.row_tiles) ? steps : stages_of(row_groups, plan.row_tiles)),
+        log2_cluster(log2_of(plan.cluster)),
+        depth_warps(plan.depth_warps),
+        phase_vectors(plan.phase_steps * plan.depth_warps * kChunk * element_bytes / 16),
+        raw_vectors(static_cast<int>(preparation.normalizes ? k : int64_t{chunks} * kChunk) / 8),
+        sharing(m > 0 && plan.warps() > m ? plan.warps() / m : 1),
+        by_sharing(sharing) {}
 };
 
 // Shared memory, in bytes from its start. After the products, the sums of the warps take the place of weights and
@@ -75,12 +114,18 @@ struct Layout {
   int phase;          // from one phase to the next
   int ring;           // where the weights begin
   int stage;          // from one batch of weights to the next
+  int raw;            // where rows of a begin that are prepared, as they are in memory
+  int raw_row;        // from one of them to the next
+  int partial;        // where sums of the warps over their parts of a row begin
+  int norm;           // where scale and bias of a norm begin, of this block's part of k
   int sums_row;       // from one row of sums to the next
   int received;       // where sums from other blocks begin
   int received_part;  // of one block
+  int addends;        // where bias and c begin, of the block's columns
   int bytes;          // of all
 
-  Layout(const Plan& plan, const Course& course, Scaling scaling, int m, int row_groups, int element_bytes) {
+  Layout(const Plan& plan, const Course& course, const Preparation& preparation, Scaling scaling, int m, int k,
+         int row_groups, int element_bytes) {
     const int chunks = plan.phase_steps * plan.depth_warps;
     // A quarter of a warp reads two rows of activations. These begin 64 bytes apart, modulo all banks, where a row has
     // one byte for each element; with two bytes, a lane reads every second vector, and 16 bytes apart is right.
@@ -89,12 +134,19 @@ struct Layout {
     phase = phase_scales + (scaling == Scaling::kLines ? chunks * row_groups * 8 * 4 : 0);
     ring = phase * course.phase_slots;
     stage = plan.threads() * 4 * plan.row_tiles * kLaneBytes;
-    const int products = ring + stage * course.stages;
+    raw = ring + stage * course.stages;
+    const int columns = course.chunks * kChunk;
+    raw_row = (preparation.normalizes ? k : preparation.casts ? columns : 0) * 2;
+    partial = raw + m * raw_row;
+    norm = partial + (preparation.normalizes ? 2 * kMostWarps * 4 : 0);
+    const int products = norm + (preparation.normalizes ? 2 * columns * 4 : 0);
     sums_row = (plan.block_rows() + kFloatsBetweenRows) * 4;
     const int sums = plan.depth_warps * row_groups * 8 * sums_row;
     received = products > sums ? products : sums;
-    received_part = static_cast<int>(divide_up(m * plan.block_rows() / 2, plan.cluster)) * 8;
-    bytes = received + (plan.cluster > 1 ? plan.cluster * received_part : 0);
+    const int pairs = m * plan.block_rows() / 2 / course.parts;
+    received_part = static_cast<int>(divide_up(pairs, plan.cluster)) * course.parts * 8;
+    addends = received + static_cast<int>(round_up(plan.cluster > 1 ? plan.cluster * received_part : 0, 16));
+    bytes = addends + (row_groups == 1 ? 2 * kMostBlockRows + m * plan.block_rows() * 4 : 0);
   }
 };
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "activation.cuh"
 #include "async_copy.cuh"
 #include "cluster.cuh"
 #include "few_rows_gemm_plan.cuh"
@@ -18,33 +19,76 @@ using Sums = float[kRowTiles][kRowGroups][4];
 
 // By what the sums are multiplied at the end. The scales of tiles have been multiplied with the sums already.
 template <Scaling kScaling>
-__device__ inline float factor_of(const Arguments& arguments) {
-  const Operands& operands = arguments.operands;
-  float factor = arguments.problem.alpha;
-  if constexpr (kScaling == Scaling::kOne) factor *= __ldg(operands.a_scale) * __ldg(operands.b_scale);
-  if constexpr (kScaling == Scaling::kSquares) factor *= __ldg(operands.a_scale);
-  return factor;
+struct Factors {
+  float alpha, a_scale = 1.0f, b_scale = 1.0f;
+
+  __device__ explicit Factors(const Arguments& arguments) : alpha(arguments.problem.alpha) {
+    if constexpr (kScaling != Scaling::kLines) a_scale = load_now(arguments.operands.a_scale);
+    if constexpr (kScaling == Scaling::kOne) b_scale = load_now(arguments.operands.b_scale);
+  }
+
+  __device__ float product() const { return alpha * (a_scale * b_scale); }
+};
+
+// Two neighbours of a row, as they lie in memory. Their dtype is known at run time: code for each would take longer to
+// arrive at a multiprocessor than the choice takes.
+struct Pair {
+  uint32_t words[2];  // of 16-bit types the first word alone
+};
+
+__device__ inline Pair read_pair(const void* source, int64_t pair, SourceType type) {
+  if (type != SourceType::kFloat32) return {static_cast<const uint32_t*>(source)[pair], 0};
+  const uint2 two = static_cast<const uint2*>(source)[pair];
+  return {two.x, two.y};
 }
 
-// Two neighbours of a row of D.
-template <typename D>
-__device__ inline float2 read_pair(const void* source, int64_t pair) {
-  if constexpr (std::is_same_v<D, float>) {
-    return static_cast<const float2*>(source)[pair];
+__device__ inline float2 floats_of(const Pair& pair, SourceType type) {
+  if (type == SourceType::kFloat32) return {__uint_as_float(pair.words[0]), __uint_as_float(pair.words[1])};
+  float two[2];
+  if (type == SourceType::kBFloat16) {
+    unpack(pair.words[0], two, BFloat16{});
   } else {
-    float two[2];
-    unpack(static_cast<const uint32_t*>(source)[pair], two, D{});
-    return {two[0], two[1]};
+    unpack(pair.words[0], two, Float16{});
+  }
+  return {two[0], two[1]};
+}
+
+// Rounds.
+__device__ inline Pair pair_of(float2 value, SourceType type) {
+  if (type == SourceType::kFloat32) return {__float_as_uint(value.x), __float_as_uint(value.y)};
+  return {type == SourceType::kBFloat16 ? pack(value.x, value.y, BFloat16{}) : pack(value.x, value.y, Float16{}), 0};
+}
+
+__device__ inline void write_pair(void* target, int64_t pair, const Pair& value, SourceType type) {
+  if (type == SourceType::kFloat32) {
+    static_cast<uint2*>(target)[pair] = make_uint2(value.words[0], value.words[1]);
+  } else {
+    static_cast<uint32_t*>(target)[pair] = value.words[0];
   }
 }
 
-template <typename D>
-__device__ inline void write_pair(void* target, int64_t pair, float2 value) {
-  if constexpr (std::is_same_v<D, float>) {
-    static_cast<float2*>(target)[pair] = value;
-  } else {
-    static_cast<uint32_t*>(target)[pair] = pack(value.x, value.y, D{});
-  }
+__device__ inline float2 add(float2 one, float2 other) {
+  return {__fadd_rn(one.x, other.x), __fadd_rn(one.y, other.y)};
+}
+
+// What is added to two neighbours of d; to a gate and its linear part each a bias.
+struct Addends {
+  Pair bias[2], c;
+};
+
+// Sums of two neighbours of d; with gates those of the gate and of the linear part.
+struct Totals {
+  float2 sums[2];
+};
+
+// Of results that are rounded to `type` before.
+__device__ inline float2 activated(const Problem& problem, float2 gate, float2 linear) {
+  gate = floats_of(pair_of(gate, problem.d), problem.d), linear = floats_of(pair_of(linear, problem.d), problem.d);
+  float2 result = {0, 0};
+  with_activation<float, false>(problem.activation, [&](auto function) {
+    result = {function.value(gate.x), function.value(gate.y)};
+  });
+  return problem.gated ? float2{result.x * linear.x, result.y * linear.y} : result;
 }
 
 // The results of a block: m rows of d and the columns of its rows of b, in pairs of neighbours.
@@ -54,14 +98,16 @@ class Results {
   // Every block of a cluster receives the sums of some of the pairs, which begins with its barrier.
   __device__ Results(const Arguments& arguments, const Part& part, uint8_t* shared, Barrier& received)
       : arguments_(arguments), part_(part), shared_(shared), received_(received),
-        log2_width_(arguments.course.log2_pairs), pairs_(arguments.problem.m << log2_width_),
-        block_pairs_(arguments.layout.received_part / 8) {
+        parts_(kRowGroups == 1 ? arguments.course.parts : 1),
+        log2_width_(arguments.course.log2_pairs - (parts_ - 1)), pairs_(arguments.problem.m << log2_width_),
+        block_pairs_(arguments.layout.received_part / (8 * parts_)) {
+    if constexpr (kFetchesAddends) fetch_addends();
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if (arguments.plan.cluster == 1) return;
     if (threadIdx.x == 0) {
       start(received_, 1);
       publish_barriers();
-      arrive_and_expect(received_, arguments.plan.cluster * pairs_of(part.rank) * 8);
+      arrive_and_expect(received_, arguments.plan.cluster * pairs_of(part.rank) * 8 * parts_);
     }
     arrive_at_cluster_with_nothing();
 #endif
@@ -71,14 +117,47 @@ class Results {
     __syncthreads();  // all have used weights and activations, whose place the sums take
     put(sums);
     __syncthreads();
-    switch (arguments_.problem.d) {
-      case SourceType::kFloat32: return write_as<float>(factor);
-      case SourceType::kBFloat16: return write_as<BFloat16>(factor);
-      case SourceType::kFloat16: return write_as<Float16>(factor);
+    if (arguments_.plan.cluster > 1) exchange();
+    const int own_pairs = arguments_.plan.cluster == 1 ? pairs_ : pairs_of(part_.rank);
+    for (int i = static_cast<int>(threadIdx.x); i < own_pairs; i += static_cast<int>(blockDim.x)) {
+      const int pair = part_.rank * block_pairs_ + i;
+      finish(pair, arguments_.plan.cluster == 1 ? sums_of_warps(pair) : sums_of_blocks(i), factor);
     }
   }
 
  private:
+  // With few rows of a, bias and c are copied to shared memory before the weights, in the first batch.
+  static constexpr bool kFetchesAddends = kRowGroups == 1;
+
+  __device__ int columns() const { return 2 << log2_width_; }  // of d, of this block
+  __device__ int first_column() const { return part_.first_row / parts_; }
+  __device__ int element_bytes() const { return arguments_.problem.d == SourceType::kFloat32 ? 4 : 2; }
+
+  // Bias, and behind it c.
+  __device__ uint8_t* addends(int row) const {
+    constexpr int kBiasBytes = 2 * kMostBlockRows;
+    return shared_ + arguments_.layout.addends + (row < 0 ? 0 : kBiasBytes + row * columns() * element_bytes());
+  }
+
+  __device__ void fetch_addends() const {
+    const Operands& operands = arguments_.operands;
+    if (operands.bias != nullptr) fetch_rows(addends(-1), operands.bias, parts_, 1);
+    if (operands.c != nullptr) fetch_rows(addends(0), operands.c, arguments_.problem.m, element_bytes() / 2);
+  }
+
+  // This block's columns of some rows, each of a power of two of vectors.
+  __device__ void fetch_rows(uint8_t* to, const void* from, int rows, int log2_bytes) const {
+    const int log2_vectors = log2_width_ + 1 + log2_bytes - 4, vectors = 1 << log2_vectors;
+    const auto* const source = static_cast<const uint8_t*>(from);
+    const int first = first_column() << log2_bytes, row_bytes = arguments_.course.d_columns << log2_bytes;
+    for (int i = static_cast<int>(threadIdx.x); i < rows << log2_vectors; i += static_cast<int>(blockDim.x)) {
+      const int row = i >> log2_vectors, byte = first + (i & (vectors - 1)) * 16;
+      if (byte >= row_bytes) continue;
+      fetch(reinterpret_cast<uint4*>(to + i * 16),
+            reinterpret_cast<const uint4*>(source + int64_t{row} * row_bytes + byte));
+    }
+  }
+
   // Of all pairs, a block owns as many as the others, in order; the last ones may own fewer.
   __device__ int pairs_of(int rank) const { return max(0, min(block_pairs_, pairs_ - rank * block_pairs_)); }
 
@@ -104,66 +183,122 @@ class Results {
     }
   }
 
-  // The sum over the warps that share the rows of b.
-  __device__ float2 sum_of_warps(int pair) const {
-    float2 total = {0, 0};
-    for (int warp = 0; warp < arguments_.plan.depth_warps; ++warp) {
-      const float2 one = reinterpret_cast<const float2*>(row_of_sums(warp, pair >> log2_width_))[column_of(pair)];
-      total = {total.x + one.x, total.y + one.y};
-    }
-    return total;
+  // Where the sums of a pair lie in a row of sums: with gates, the tiles of a warp are those of the gate and of the
+  // linear part.
+  __device__ int place_in_sums(int column, int part) const {
+    constexpr int kTilePairs = kWarpRows / 2;
+    return parts_ == 1 ? column : (column / kTilePairs * 2 + part) * kTilePairs + column % kTilePairs;
   }
 
-  template <typename D>
-  __device__ void write_as(float factor) const {
-    const int threads = static_cast<int>(blockDim.x), first = static_cast<int>(threadIdx.x);
-    if (arguments_.plan.cluster == 1) {
-      for (int pair = first; pair < pairs_; pair += threads) finish<D>(pair, sum_of_warps(pair), factor);
-      return;
+  // The sums over the warps that share the rows of b.
+  __device__ Totals sums_of_warps(int pair) const {
+    Totals totals = {};
+    for (int warp = 0; warp < arguments_.plan.depth_warps; ++warp) {
+      const auto* const row = reinterpret_cast<const float2*>(row_of_sums(warp, pair >> log2_width_));
+      totals.sums[0] = add(totals.sums[0], row[place_in_sums(column_of(pair), 0)]);
+      if (parts_ == 2) totals.sums[1] = add(totals.sums[1], row[place_in_sums(column_of(pair), 1)]);
     }
+    return totals;
+  }
+
+  // The sums of a block of the cluster, of the pairs of this one.
+  __device__ float2* received_from(int rank, int part) const {
+    auto* const first = reinterpret_cast<float2*>(shared_ + arguments_.layout.received);
+    return first + (rank * parts_ + part) * block_pairs_;
+  }
+
+  // Sends sums to the blocks of the cluster, and waits for theirs.
+  __device__ void exchange() const {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    auto* const parts = reinterpret_cast<float2*>(shared_ + arguments_.layout.received);
     wait_for_cluster();  // all have begun their barriers
     for (int block = 0; block < arguments_.plan.cluster; ++block) {
-      for (int i = first; i < pairs_of(block); i += threads) {
-        send(sum_of_warps(block * block_pairs_ + i), parts + part_.rank * block_pairs_ + i, received_, block);
+      for (int i = static_cast<int>(threadIdx.x); i < pairs_of(block); i += static_cast<int>(blockDim.x)) {
+        const Totals totals = sums_of_warps(block * block_pairs_ + i);
+        send(totals.sums[0], received_from(part_.rank, 0) + i, received_, block);
+        if (parts_ == 2) send(totals.sums[1], received_from(part_.rank, 1) + i, received_, block);
       }
     }
     wait(received_, 0);
-    for (int i = first; i < pairs_of(part_.rank); i += threads) {
-      float2 total = {0, 0};
-      for (int block = 0; block < arguments_.plan.cluster; ++block) {
-        const float2 one = parts[block * block_pairs_ + i];
-        total = {total.x + one.x, total.y + one.y};
-      }
-      finish<D>(part_.rank * block_pairs_ + i, total, factor);
-    }
 #endif
   }
 
-  template <typename D>
-  __device__ void finish(int pair, float2 sum, float factor) const {
-    using BiasType = std::conditional_t<std::is_same_v<D, float>, BFloat16, D>;
-    const int row = pair >> log2_width_, column = part_.first_row / 2 + column_of(pair), n = arguments_.problem.n;
-    if (2 * column >= n) return;
+  __device__ Totals sums_of_blocks(int i) const {
+    Totals totals = {};
+    for (int block = 0; block < arguments_.plan.cluster; ++block) {
+      totals.sums[0] = add(totals.sums[0], received_from(block, 0)[i]);
+      if (parts_ == 2) totals.sums[1] = add(totals.sums[1], received_from(block, 1)[i]);
+    }
+    return totals;
+  }
+
+  __device__ int column_in_d(int pair) const { return part_.first_row / (2 * parts_) + column_of(pair); }
+
+  __device__ bool is_behind_last_column(int pair) const {
+    return 2 * column_in_d(pair) >= arguments_.course.d_columns;
+  }
+
+  __device__ int64_t place_in_d(int pair) const {
+    const int column = column_in_d(pair);
+    int start = 0, end = arguments_.course.d_columns / 2;  // of the part
+#pragma unroll
+    for (const int next : arguments_.problem.part_starts) {
+      if (next == 0) continue;
+      if (column >= next / 2) start = next / 2;
+      if (column < next / 2) end = min(end, next / 2);
+    }
+    return int64_t{arguments_.problem.m} * start + int64_t{pair >> log2_width_} * (end - start) + column - start;
+  }
+
+  // The dtype of a bias that is added to results in that of d.
+  __device__ SourceType bias_type() const {
+    return arguments_.problem.d == SourceType::kFloat32 ? SourceType::kBFloat16 : arguments_.problem.d;
+  }
+
+  __device__ Addends read_addends(int pair) const {
     const Operands& operands = arguments_.operands;
-    const int64_t place = int64_t{row} * (n / 2) + column;
-    float2 d = {__fmul_rn(sum.x, factor), __fmul_rn(sum.y, factor)};
-    if (operands.bias != nullptr) {
-      const float2 bias = read_pair<BiasType>(operands.bias, column);
-      d = {__fadd_rn(d.x, bias.x), __fadd_rn(d.y, bias.y)};
+    Addends read = {};
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      if (operands.bias == nullptr || part >= parts_) continue;
+      if constexpr (kFetchesAddends) {
+        read.bias[part] = read_pair(addends(-1) + part * columns() * 2, column_of(pair), bias_type());
+      } else {
+        const int place = column_in_d(pair) + part * (arguments_.course.d_columns / 2);
+        read.bias[part] = read_pair(operands.bias, place, bias_type());
+      }
     }
-    if (operands.c != nullptr) {
-      const float2 c = read_pair<D>(operands.c, place);
-      d = {__fadd_rn(d.x, c.x), __fadd_rn(d.y, c.y)};
+    if (operands.c == nullptr) return read;
+    if constexpr (kFetchesAddends) {
+      read.c = read_pair(addends(pair >> log2_width_), column_of(pair), arguments_.problem.d);
+    } else {
+      read.c = read_pair(operands.c, place_in_d(pair), arguments_.problem.d);
     }
-    write_pair<D>(operands.d, place, d);
+    return read;
+  }
+
+  __device__ void finish(int pair, const Totals& totals, float factor) const {
+    if (is_behind_last_column(pair)) return;
+    const Operands& operands = arguments_.operands;
+    const SourceType type = arguments_.problem.d;
+    const Addends addends = read_addends(pair);
+    float2 results[2];
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const float2 sum = totals.sums[part];
+      results[part] = {__fmul_rn(sum.x, factor), __fmul_rn(sum.y, factor)};
+      if (operands.bias != nullptr) results[part] = add(results[part], floats_of(addends.bias[part], bias_type()));
+    }
+    float2 d = results[0];
+    if (kRowGroups == 1 && arguments_.problem.activates) d = activated(arguments_.problem, d, results[1]);
+    if (operands.c != nullptr) d = add(d, floats_of(addends.c, type));
+    write_pair(operands.d, place_in_d(pair), pair_of(d, type), type);
   }
 
   const Arguments& arguments_;
   const Part& part_;
   uint8_t* const shared_;
   Barrier& received_;
+  const int parts_;  // of a result: 2 with gates
   const int log2_width_, pairs_, block_pairs_;
 };
 

@@ -27,6 +27,23 @@ __device__ inline void wait_for_all_but() {
 
 __device__ inline uint4 read_four(const uint8_t* shared) { return *reinterpret_cast<const uint4*>(shared); }
 
+// Of a number below 2**16.
+__device__ inline int quotient(int number, const Divisor& by) {
+  const uint64_t product = uint64_t{static_cast<uint32_t>(number)} * by.inverse;
+  return by.inverse == 0 ? number : static_cast<int>(product >> 32);
+}
+
+__device__ inline int remainder_of(int number, const Divisor& by) {
+  return number - quotient(number, by) * by.divisor;
+}
+
+// A load that the compiler does not move.
+__device__ inline float load_now(const float* source) {
+  float loaded;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(loaded) : "l"(source));
+  return loaded;
+}
+
 // This block's part of k and this warp's rows of b.
 struct Part {
   int rank, first_row, first_chunk, chunks;  // the block's rank in its cluster; the block's first row of b
@@ -35,10 +52,11 @@ struct Part {
   __device__ explicit Part(const Arguments& arguments) {
     const Plan& plan = arguments.plan;
     const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32;
-    rank = block % plan.cluster, first_row = block / plan.cluster * arguments.course.block_rows;
+    rank = block & (plan.cluster - 1);
+    first_row = (block >> arguments.course.log2_cluster) * arguments.course.block_rows;
     first_chunk = rank * arguments.course.chunks;
     chunks = min(arguments.course.chunks, arguments.course.all_chunks - first_chunk);
-    row_warp = warp / plan.depth_warps, depth_warp = warp % plan.depth_warps;
+    row_warp = quotient(warp, arguments.course.depth_warps), depth_warp = warp - row_warp * plan.depth_warps;
     lane = static_cast<int>(threadIdx.x) % 32;
   }
 };
@@ -62,8 +80,12 @@ class Weights {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       // A tile behind the last row reads the last one; its sums are not written.
-      const int row = part.first_row + (part.row_warp * kRowTiles + tile) * kWarpRows;
-      const int64_t within = min(row, arguments.problem.n - kWarpRows) + part.lane / 4;
+      // With gates, the first tile of a warp has rows of the gate, and the second the same ones of the linear part.
+      const bool gated = arguments.problem.gated;
+      const int d_columns = arguments.course.d_columns;
+      const int row = gated ? part.first_row / 2 + part.row_warp * kWarpRows
+                            : part.first_row + (part.row_warp * kRowTiles + tile) * kWarpRows;
+      const int64_t within = min(row, d_columns - kWarpRows) + (gated ? tile * d_columns : 0) + part.lane / 4;
       rows_[tile] = static_cast<const uint8_t*>(arguments.operands.b) + within * arguments.problem.k;
     }
   }

@@ -33,7 +33,6 @@ from jax_fp8.kernels.dispatch import Split, dispatch, gathered
 from jax_fp8.kernels.explicit import divides, explicit_mesh, explicit_spec, place
 
 TARGET = "jax_fp8_cached_attention"
-CHOSEN = False  # whether text generation attends by this kernel: not before it has been measured on a GPU
 SOURCES = (jnp.float32, jnp.bfloat16, jnp.float16)
 HEAD_DIMS = range(16, 257, 8)  # as in csrc/cached_attention.h
 MOST_QUERIES = 16  # that share a key head
@@ -124,7 +123,7 @@ def attend_to_cache(
 def is_chosen(query: jax.Array, kv_heads: int) -> bool:
     """Whether text generation attends by this kernel, with queries (batch, heads, head_dim)."""
     heads, head_dim = query.shape[1:]
-    return CHOSEN and head_dim in HEAD_DIMS and heads // kv_heads <= MOST_QUERIES and query.dtype in SOURCES
+    return head_dim in HEAD_DIMS and heads // kv_heads <= MOST_QUERIES and query.dtype in SOURCES
 
 
 def _check(

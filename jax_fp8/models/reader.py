@@ -156,7 +156,7 @@ class _Weights:
             if (weight := frozen_weight(variables.get(FROZEN, {}), gemm)) is not None:
                 put_at_path(frozen, gemm, {"kernel": replace(weight, columnwise=as_one_array(weight.columnwise))})
         collections = {"fp8": state, CACHE: cast, FROZEN: frozen}
-        return cls(dict(params), joined_arrays, tuple(widths.items()), collections)
+        return cls(_with_wide_vectors(params), joined_arrays, tuple(widths.items()), collections)
 
     def variables(self) -> dict[str, PyTree]:
         """For `apply`. It cuts the joined arrays into the params of layers, and their op joins these again. XLA cancels
@@ -169,6 +169,12 @@ class _Weights:
                 parts |= {(*path[:-1], leaf): part for path, part in zip(kernel_paths(gemm), cut, strict=True)}
         params = map_with_names(lambda path, param: parts.get(path, param), self.params)
         return {"params": params, **{name: collection for name, collection in self.fp8.items() if collection}}
+
+
+def _with_wide_vectors(params: PyTree) -> dict[str, PyTree]:
+    """Params whose vectors are float32, in which norms compute: else each token would widen them again."""
+    is_vector = lambda param: isinstance(param, jax.Array) and param.ndim == 1  # noqa: E731
+    return jax.tree.map(lambda param: param.astype(jnp.float32) if is_vector(param) else param, dict(params))
 
 
 def gemms_of(config: GPTConfig) -> Iterator[LayerPath]:

@@ -105,12 +105,22 @@ class _Static:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: PyTree):
-    return _run(static, x, parameters, gemm, residual, keep=False)[0]
+    return _run(static, x, parameters, gemm, residual, keep=False, forward_only=True)[0]
 
 
-def _run(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: PyTree, keep: bool):
+def _run(
+    static: _Static,
+    x: jax.Array,
+    parameters: LinearParameters,
+    gemm: Fp8Gemm,
+    residual: PyTree,
+    keep: bool,
+    forward_only: bool = False,
+):
     has_own_rows = static.by_columns is not None and static.by_columns.sequence
-    quantized = quantize_input(x, gemm, keep=keep and not has_own_rows).gathered(static.by_columns, keep)
+    in_some_parts = static.in_parts and residual is not None  # whose products the kernel makes part by part
+    forward_only = forward_only and static.by_columns is None and static.by_rows is None and not in_some_parts
+    quantized = quantize_input(x, gemm, keep and not has_own_rows, forward_only).gathered(static.by_columns, keep)
     if static.by_rows is None:
         y, amaxes, kept = forward_gemm(quantized, parameters, gemm, static.dtype, residual, static.in_parts)
     else:

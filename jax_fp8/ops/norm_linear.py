@@ -18,11 +18,12 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import as_matrix
+from jax_fp8.kernels.few_rows import FewRows
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
 from jax_fp8.kernels.quantize import Matrices
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import gather_pair
-from jax_fp8.ops.operands import GemmInput, quantize_gradient
+from jax_fp8.ops.operands import GemmInput, few_rows, quantize_gradient
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo
 from jax_fp8.ops.passes import backward_gemm, forward_gemm, keeping_products, plain_linear
 
@@ -75,11 +76,16 @@ def quantize_norm(
     gemm: Fp8Gemm,
     keep: bool,
     tensor: TensorParallel | None = None,
-) -> tuple[GemmInput, NormStatistics]:
+    forward_only: bool = False,
+) -> tuple[GemmInput, NormStatistics | None]:
     """The normalized `x` (m, k) as the input of a GEMM, with the rows of all devices; with `keep` in both orientations.
-    And the statistics that the norm's backward needs.
+    And the statistics that the norm's backward needs. With `forward_only`, norm and cast may be left to the GEMM.
     """
-    cast = gemm.cast(INPUT, partial(norm_amax, x, norm, epsilon))
+    measure = partial(norm_amax, x, norm, epsilon)
+    cast = gemm.cast(INPUT, measure)
+    if forward_only and tensor is None:
+        if (found := few_rows(FewRows(x, cast, norm, epsilon), gemm, measure)) is not None:
+            return found, None
     both = keep and not (tensor is not None and tensor.sequence)
     pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if both else "rowwise")
     quantized = GemmInput.from_cast(lambda rows: normalize(rows, norm, epsilon, x.dtype)[0], x, pair, cast, gemm)
@@ -108,11 +114,19 @@ class _Static:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_linear(static: _Static, x: jax.Array, norm: NormParameters, parameters: LinearParameters, gemm: Fp8Gemm):
-    return _run(static, x, norm, parameters, gemm, keep=False)[0]
+    return _run(static, x, norm, parameters, gemm, keep=False, forward_only=True)[0]
 
 
-def _run(static: _Static, x: jax.Array, norm: NormParameters, parameters: LinearParameters, gemm: Fp8Gemm, keep: bool):
-    normalized, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep, static.tensor)
+def _run(
+    static: _Static,
+    x: jax.Array,
+    norm: NormParameters,
+    parameters: LinearParameters,
+    gemm: Fp8Gemm,
+    keep: bool,
+    forward_only: bool = False,
+):
+    normalized, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep, static.tensor, forward_only)
     y, amaxes, kept = forward_gemm(normalized, parameters, gemm, static.dtype, in_parts=static.in_parts)
     return ((y, x if static.return_input else None), amaxes), (statistics, kept)
 

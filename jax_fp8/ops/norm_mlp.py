@@ -31,7 +31,7 @@ from jax_fp8.kernels.quantize import Matrices
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
-from jax_fp8.ops.operands import GemmInput, observe_gradient, quantize_gradient
+from jax_fp8.ops.operands import GemmInput, observe_gradient, quantize_gradient, quantize_input
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo
 from jax_fp8.ops.passes import (
     backward_dgrad,
@@ -41,6 +41,7 @@ from jax_fp8.ops.passes import (
     forward_rows,
     keeping_products,
     plain_linear,
+    takes_activation,
 )
 
 
@@ -109,7 +110,7 @@ def _norm_mlp(
     down: LinearParameters,
     gemms: tuple[Fp8Gemm, Fp8Gemm],
 ):
-    return _run(static, x, norm, up, down, gemms, keep=False)[0]
+    return _run(static, x, norm, up, down, gemms, keep=False, forward_only=True)[0]
 
 
 def _run(
@@ -120,8 +121,14 @@ def _run(
     down: LinearParameters,
     gemms: tuple[Fp8Gemm, Fp8Gemm],
     keep: bool,
+    forward_only: bool = False,
 ):
-    normalized, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep, static.tensor)
+    normalized, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep, static.tensor, forward_only)
+    if takes_activation(normalized, up, gemms[0], static.activation):
+        hidden, up_amaxes, up_kept = forward_gemm(normalized, up, gemms[0], static.dtype, activation=static.activation)
+        into_down = quantize_input(hidden, gemms[1], keep, forward_only), down, gemms[1], static.dtype
+        y, down_amaxes, down_kept = forward_gemm(*into_down, x if static.residual else None)
+        return (y, (up_amaxes, down_amaxes)), (statistics, hidden, up_kept, down_kept)
     hidden, up_amaxes, up_kept = forward_gemm(normalized, up, gemms[0], static.dtype)
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
     pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")

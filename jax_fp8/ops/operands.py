@@ -17,7 +17,9 @@ from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
 from jax_fp8.core.shards import TensorParallel
+from jax_fp8.kernels import few_rows_gemm
 from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.few_rows import FewRows
 from jax_fp8.kernels.quantize import (
     Matrices,
     as_tuple,
@@ -49,9 +51,22 @@ class GemmInput:
         return replace(self, pair=gather_pair(self.pair, tensor, keep))
 
 
-def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool) -> GemmInput:
-    """An input (m, k), with `keep` in both orientations."""
-    cast = gemm.cast(INPUT, partial(amax, x))
+def few_rows(rows: FewRows, gemm: Fp8Gemm, measure: Callable[[], jax.Array]) -> GemmInput | None:
+    """Rows as an input that the GEMM's kernel prepares, for a pass without a backward; None where it does not.
+    `measure()` is their amax: what a caller does not use is not computed.
+    """
+    if not rows.fits(few_rows_gemm.MOST_ROWS) or gemm.amax_axes or CAST_STATISTICS in gemm.record.measured:
+        return None
+    assert rows.cast is not None, "an FP8 GEMM casts"
+    return GemmInput(Fp8Pair(rows, None, measure()), rows.cast)
+
+
+def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool, forward_only: bool = False) -> GemmInput:
+    """An input (m, k), with `keep` in both orientations. With `forward_only` its cast may be left to the GEMM."""
+    measure = partial(amax, x)
+    cast = gemm.cast(INPUT, measure)
+    if forward_only and (found := few_rows(FewRows(x, cast), gemm, measure)) is not None:
+        return found
     pair = (quantize_transpose if keep else quantize_rowwise)(x, cast)
     return GemmInput.from_cast(lambda rows: rows, x, pair, cast, gemm)
 

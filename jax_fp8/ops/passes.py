@@ -35,10 +35,13 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.core.types import PyTree
+from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.explicit import like_columns, product, shards_of
+from jax_fp8.kernels.few_rows import FewRows
 from jax_fp8.kernels.few_rows_gemm import has_few_rows
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
+from jax_fp8.kernels.prepared_gemm import can_be_cut, multiply_prepared, product_of
 from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_transpose
 from jax_fp8.ops.collectives import enter, leave, reduce_rows
 from jax_fp8.ops.gemm_residual import GemmResidual, as_one_array
@@ -112,21 +115,18 @@ def forward_gemm(
     dtype: jax.typing.DTypeLike,
     residual: PyTree = None,
     in_parts: bool = False,
+    activation: str | None = None,
 ) -> tuple[PyTree, jax.Array, GemmResidual]:
-    """fprop. A residual (m, n) is, with `in_parts`, a tuple of (m, n_i), with None where nothing is added.
+    """fprop. A residual (m, n) is, with `in_parts`, a tuple of (m, n_i), with None where nothing is added. y goes
+    through `activation`, where `takes_activation`.
 
     Returns:
       y (m, n) with bias and residual (m, n) added, or with `in_parts` a tuple of (m, n_i); amaxes f32[2] of input and
       kernel; and the residuals for the backward.
     """
     weight = gemm.weight or cast_weight(parameters.kernel, partial(gemm.cast, KERNEL))
-    multiply = partial(
-        matmul,
-        x.pair.rowwise,
-        c_in_place=False,  # the norm before has kept the residual stream for its backward
-        dtype=dtype,
-        accumulation=gemm.accumulation("fprop"),
-    )
+    rows: PyTree = x.pair.rowwise
+    multiply = product_of(rows, dtype, activation, gemm.accumulation("fprop"))
     bias_dtype = jnp.bfloat16 if dtype == jnp.float32 else dtype  # in which the GEMM takes a bias
     with jax.named_scope(f"{gemm.name}/fprop"):
         if in_parts and isinstance(weight.columnwise, tuple):
@@ -136,7 +136,10 @@ def forward_gemm(
                 multiply(part, bias=joined(bias, bias_dtype), c=c)
                 for part, bias, c in zip(weight.columnwise, biases, added, strict=True)
             )
-        elif in_parts and residual is None and has_few_rows(x.pair.rowwise.shape[0]):
+        elif in_parts and residual is None and can_be_cut(rows, weight.columnwise, parameters.widths):
+            bias = joined(parameters.bias, bias_dtype)
+            y = multiply_prepared(rows, weight.columnwise, dtype=dtype, bias=bias, widths=parameters.widths)
+        elif in_parts and residual is None and has_few_rows(rows.shape[0]):
             y = split_columns(multiply(weight.columnwise, bias=joined(parameters.bias, bias_dtype)), parameters.widths)
         elif in_parts:
             parts = _columns(ParamInfo.from_arrays(as_tuple(parameters.kernel)), parameters.widths)
@@ -147,15 +150,20 @@ def forward_gemm(
                 for columns, part in zip(parts, added, strict=True)
             )
         else:
-            whole = as_one_array(weight.columnwise, after=x.pair.rowwise.values)
+            whole = as_one_array(weight.columnwise, after=rows.x if isinstance(rows, FewRows) else rows.values)
             y = multiply(whole, bias=joined(parameters.bias, bias_dtype), c=residual)
     amaxes = jnp.stack([x.pair.amax, weight.amax])
     transposed = x.pair.columnwise
     x_transposed = transposed and replace(transposed, values=name_residual("gemm_input", transposed.values))
-    x_cast = x.cast.again(x.pair.rowwise.scale)
+    x_cast = x.cast.again(rows.scale)
     is_transposed = weight.rowwise is None
     kernel = weight.columnwise if is_transposed else weight.rowwise
     return y, amaxes, GemmResidual(x_transposed, x_cast, kernel, amaxes, x.health, is_transposed)
+
+
+def takes_activation(x: GemmInput, parameters: LinearParameters, gemm: Fp8Gemm, activation: str) -> bool:
+    """Whether the GEMM's kernel can activate its result: that of few rows."""
+    return isinstance(x.pair.rowwise, FewRows) and sum(parameters.widths) % (32 if is_gated(activation) else 16) == 0
 
 
 def forward_rows(

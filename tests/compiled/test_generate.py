@@ -69,12 +69,14 @@ def test_no_weight_is_cast_or_joined_for_a_token(recipe, head, casts, monkeypatc
 
 @pytest.mark.parametrize(("most_rows", "gemms"), [(BATCH, 4), (BATCH - 1, 0)])
 def test_a_token_takes_few_launches_by_the_kernels_for_it(most_rows, gemms, monkeypatch, with_kernels):
-    """Both are off until they have been measured; switched on, a layer has four GEMMs and one attention a token."""
+    """A layer has four GEMMs and one attention a token, and these kernels do all that is between them."""
     h200.use_cudnn(monkeypatch)
     monkeypatch.setattr(few_rows_gemm, "MOST_ROWS", most_rows)
-    monkeypatch.setattr(cached_attention, "CHOSEN", True)
     program = compiled(fp8.GPT(CONFIG))
     assert program.custom_calls[few_rows_gemm.TARGET] == gemms and program.custom_calls[cached_attention.TARGET] == 1
+    for_tokens = 0 if gemms else 1  # beside those for the prompts
+    assert program.custom_calls["jax_fp8_norm_quantize"] == 2 * (1 + for_tokens)
+    assert program.custom_calls["jax_fp8_activation_quantize"] == 1 + for_tokens
     assert program.graphs == 2 and set(program.outside_graphs) <= OUTSIDE
     assert not [copy for copy in program.copies if copy.results[0].bytes > 2**16]  # of a cache
     assert not weights_made_in_the_loop(program)

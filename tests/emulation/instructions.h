@@ -121,6 +121,7 @@ inline void max_NaN_xorsign_abs_f16x2(uint32_t& d, uint32_t x, uint32_t y) {
   d = larger_magnitudes(x, y, 0x7C00, true);
 }
 
+inline void ld_global_nc_f32(float& d, const float* source) { d = *source; }
 inline void rcp_approx_ftz_f32(float& d, float x) { d = flush(approximate(1.0 / flush(x), 0x1p-23, x)); }
 inline void rsqrt_approx_ftz_f32(float& d, float x) { d = approximate(1.0 / std::sqrt(double{flush(x)}), 0x1p-22, x); }
 inline void sqrt_approx_ftz_f32(float& d, float x) { d = approximate(std::sqrt(double{flush(x)}), 0x1p-22, x); }

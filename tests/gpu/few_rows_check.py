@@ -27,12 +27,16 @@ from gpu.kernel_check import E4M3, IN_A_GRAPH, twice_over_poison
 from gpu.report import Report, Script, on_gpu, run_script
 from gpu.tile_check import spread
 
-from jax_fp8.core.cast import LINE, SQUARE
+from jax_fp8.core.cast import LINE, SQUARE, Cast
 from jax_fp8.core.fp8_array import Fp8Array, tiles_of
 from jax_fp8.kernels import few_rows_gemm
+from jax_fp8.kernels.activation import activate
+from jax_fp8.kernels.few_rows import FewRows, prepare_reference
 from jax_fp8.kernels.few_rows_gemm import TARGET, call_few_rows, multiply_few_rows
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.gemm_parts import scales_as_read
+from jax_fp8.kernels.norm import NormParameters
+from jax_fp8.kernels.prepared_gemm import multiply_prepared
 
 BF16 = jnp.bfloat16
 # The dtype of a, and the tiles of a and of b.
@@ -123,6 +127,52 @@ def check_nans(report: Report):
             wanted = np.zeros(d.shape, bool)
             wanted[2], wanted[:, 200] = True, True
             report.expect("NaN", np.array_equal(np.isnan(d), wanted), f"{pair}, {m} rows")
+
+
+PREPARED = [(1, 6144, 2048), (3, 64, 272), (5, 2048, 4096), (8, 8192, 2048), (8, 96, 1040), (4, 2048, 8192)]
+ACTIVATIONS = (None, "gelu", "swiglu", "squared_relu", "geglu", "silu")
+
+
+def check_prepared(report: Report):
+    """Norm, cast and activation inside of the kernel, against those of the reference around an exact product."""
+    rng = np.random.default_rng(3)
+    for number, (m, n, k) in enumerate(PREPARED if on_gpu() else PREPARED[1:2]):
+        for norm_number, norm_name in enumerate(("", "layernorm", "rmsnorm")):
+            for casts in (True, False):
+                vectors = [jnp.asarray(rng.normal(size=k), jnp.float32) for _ in range(2)]
+                bias = vectors[1] if norm_name == "layernorm" else None
+                norm = NormParameters(vectors[0], bias) if norm_name else None
+                cast = Cast.with_row(E4M3, jnp.float32([7.0, 0.011, 3.0]), 1) if casts else None
+                rows = FewRows(jnp.asarray(rng.normal(size=(m, k)) * 3 + 1, BF16), cast, norm, 1e-6)
+                if not rows.fits(few_rows_gemm.KERNEL_ROWS) or not (casts or norm_name):
+                    continue
+                activation = ACTIVATIONS[(number + norm_number + 3 * casts) % len(ACTIVATIONS)]
+                dtype = (jnp.float32, BF16)[(number + casts) % 2]
+                b = operand(rng, (n, k), E4M3, None)
+                some = {"bias": jnp.asarray(rng.normal(size=n), BF16), "activation": activation}
+                if activation is None:
+                    some["c"] = jnp.asarray(rng.normal(size=(m, n)), dtype)
+                run = jax.jit(
+                    lambda rows, b, some=some, dtype=dtype: multiply_prepared(rows, b, dtype=dtype, **some),
+                )
+                first, second = twice_over_poison(run, rows, b)
+                label = f"{m} x {k}, {n} rows of b, {norm_name}, {'cast' if casts else 'bfloat16'}, {activation}"
+                report.bits("prepared", first, second, f"{label}: two runs")
+                a = prepare_reference(rows.x, rows.scale if casts else None, norm, 1e-6)
+                product = numbers(a) @ numbers(b).T + np.asarray(some["bias"], np.float64)
+                if activation is None:
+                    wanted = product + np.asarray(some["c"], np.float64)
+                else:
+                    wanted = np.asarray(activate(jnp.asarray(product, jnp.float32).astype(dtype), activation))
+                wanted, got = np.asarray(wanted, np.float64), np.asarray(first, np.float64)
+                error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+                bound = 2e-4 if dtype == jnp.float32 else 6e-3
+                report.worst["prepared"] = max(error, report.worst.get("prepared", 0))
+                report.expect("prepared", bool(error < bound), f"{label}: off by {error:.1e}")
+                other = np.linalg.norm(got[::-1] - wanted) / np.linalg.norm(wanted)
+                report.expect(
+                    "prepared: control", bool(other > bound or m == 1), f"{label}: another row is not noticed"
+                )
 
 
 def check_launches(report: Report):
@@ -271,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     searches = "--search" in arguments
     timings = [time_products, search_launches] if searches else [time_products]
-    checks = [check_products, check_nans, check_launches]
+    checks = [check_products, check_nans, check_prepared, check_launches]
     script = Script(__file__, __doc__, checks, timings, target=TARGET, self_test=True)
     return run_script(script, [argument for argument in arguments if argument != "--search"])
 

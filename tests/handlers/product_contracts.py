@@ -20,8 +20,29 @@ def few_rows() -> Iterator[Call]:
         operands = (Buffer(dtype, (m, k), 27), Buffer(E4M3, (every, k), 28), a_scale, b_scale)
         addends = (Buffer(BF16 if d == F32 else d, (every,)), Buffer(d, (m, n))) if has_addends else ()
         how = {"has_bias": has_addends, "has_c": has_addends, "alpha": np.float32(1), "config": np.int32(0)}
-        how |= {"first_column": np.int64(first), "scaling": scaling}
+        how |= {"first_column": np.int64(first), "scaling": scaling} | AS_IT_IS
         yield Call("few_rows_gemm", (*operands, *addends), (Buffer(d, (m, n)),), how)
+    yield from prepared()
+
+
+AS_IT_IS = {"norm": "", "epsilon": np.float32(0), "casts": False, "a_row": np.int32(0), "activation": ""}
+AS_IT_IS |= {"second_part": np.int64(0), "third_part": np.int64(0)}
+
+
+def prepared() -> Iterator[Call]:
+    m, n, k = 5, 64, 272
+    variants = itertools.product(("", "layernorm", "rmsnorm"), (True, False), ("", "gelu", "swiglu"))
+    for number, (norm, casts, activation) in enumerate(variants):
+        if not (norm or casts or activation):
+            continue
+        gated, d = activation == "swiglu", SOURCES[number % 3]
+        operands = (Buffer(BF16, (m, k), 29), Buffer(E4M3, (n, k), 30), floats(3) if casts else ONE, ONE)
+        norms = {"": (), "layernorm": (floats(k), floats(k)), "rmsnorm": (floats(k),)}[norm]
+        how = {"has_bias": False, "has_c": False, "alpha": np.float32(1), "config": np.int32(0)}
+        how |= {"first_column": np.int64(0), "scaling": "", "norm": norm, "epsilon": np.float32(1e-6)}
+        how |= {"casts": casts, "a_row": np.int32(2 if casts else 0), "activation": activation}
+        how |= {"second_part": np.int64(number % 2 * 16), "third_part": np.int64(0)}
+        yield Call("few_rows_gemm", (*operands, *norms), (Buffer(d, (m, n // 2 if gated else n)),), how)
 
 
 def starts_of(*ends: int) -> Buffer:

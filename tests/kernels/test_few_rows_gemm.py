@@ -13,7 +13,7 @@ from reference import assert_close, assert_same_bits
 from jax_fp8.core.cast import LINE, SQUARE
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, tiles_of
-from jax_fp8.kernels import few_rows_gemm, gemm
+from jax_fp8.kernels import gemm
 from jax_fp8.kernels.few_rows_gemm import KERNEL_ROWS, MOST_ROWS, is_for_few_rows, multiply_few_rows
 from jax_fp8.kernels.gemm import matmul
 
@@ -162,8 +162,8 @@ def test_where_kernels_run_it_is_one_custom_call(pair, with_kernels):
         assert attribute in text
 
 
-def test_matmul_gives_it_products_of_few_rows_when_it_is_told_to(monkeypatch, with_kernels):
-    assert MOST_ROWS == 0 and not is_for_few_rows(1, E4M3, E4M3, "")
+def test_matmul_gives_it_products_of_few_rows(with_kernels):
+    assert MOST_ROWS == 16 and not is_for_few_rows(1, E4M3, E5M2, "")
 
     def calls(m, pair, b_dtype=E4M3, **settings):
         a, b = operands(m, 272, 144, pair)
@@ -171,13 +171,10 @@ def test_matmul_gives_it_products_of_few_rows_when_it_is_told_to(monkeypatch, wi
         text = jax.jit(lambda a, b: gemm.matmul(a, b, **settings)).trace(a, b)
         return text.lower(lowering_platforms=("cuda",)).as_text().count("@jax_fp8_few_rows_gemm")
 
-    monkeypatch.setattr(few_rows_gemm, "MOST_ROWS", 16)
-    jax.clear_caches()
     assert calls(16, "one scale") == calls(16, "lines by squares") == 1
     assert calls(17, "one scale") == calls(17, "lines by squares") == 0
     assert calls(8, "lines by squares", columns=(128, 144)) == 1
     assert calls(8, "lines by squares", columns=(16, 128)) == 0  # cuts squares
-    jax.clear_caches()
 
 
 def test_the_kernel_multiplies_as_many_rows_as_it_says():

@@ -102,7 +102,6 @@ def test_one_kernel_attends_to_the_cache(config, dtype, monkeypatch, traced_anew
     model = fp8.GPT(config, recipe=None, dtype=jnp.float32)
     variables = made(model)
     expected = write(model, variables, kv_cache_dtype=dtype)
-    monkeypatch.setattr(cached_attention, "CHOSEN", True)
     found = write(model.clone(logical_axes=True), variables, kv_cache_dtype=dtype)  # another field: traced anew
     assert shortfall(model, variables, found) <= shortfall(model, variables, expected) + 0.02
     assert (found == expected).mean() > 0.8

@@ -1,0 +1,100 @@
+"""The input of a product of few rows before it is normalized and cast: its kernel does both itself.
+
+    x ─normalize, round to bfloat16, cast→ a ─product→ d        in one kernel: csrc/device/few_rows_gemm_preparation.cuh
+
+Every block of that kernel prepares all rows again. For few of them that costs less than a kernel before, in whose place
+the first weights are on their way. Only a pass without a backward may do so: nothing is kept of `a`.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fp8.core.cast import Cast, CastRule
+from jax_fp8.core.formats import E4M3
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.casting import quantize_reference
+from jax_fp8.kernels.gemm_parts import Tiles
+from jax_fp8.kernels.norm import NormParameters, normalize
+
+PREPARED_ROWS = 8  # the most that the kernel prepares; as in csrc/device/few_rows_gemm_plan.cuh
+# Elements that shared memory holds beside the weights, twice: in bfloat16 and as they are multiplied. Without a norm,
+# each block of a cluster holds its part.
+MOST_NORMALIZED, MOST_CAST = 2**15, 2**16
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FewRows:
+    """Rows (m, k) of a GEMM's input as they are before.
+
+    Args:
+      x: (m, k) in bfloat16.
+      cast: to E4M3 with one scale that is known; None multiplies in bfloat16.
+      norm: of the rows, before the cast; None: none.
+      epsilon: of the norm; static.
+    """
+
+    x: jax.Array
+    cast: Cast | None
+    norm: NormParameters | None = None
+    epsilon: float = field(default=0.0, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def scale(self) -> jax.Array:
+        """Of the cast, f32[]."""
+        return jnp.float32(1) if self.cast is None else scale_of(self.cast)
+
+    def fits(self, most_rows: int) -> bool:
+        """Whether the kernel can prepare these rows."""
+        (m, k), rule = self.x.shape, self.cast and self.cast.rule
+        is_known = rule is None or (rule.dtype == E4M3 and rule.tile is None and rule.formula is None)
+        largest = MOST_CAST if self.norm is None else MOST_NORMALIZED
+        return is_known and self.x.dtype == jnp.bfloat16 and m <= min(most_rows, PREPARED_ROWS) and m * k <= largest
+
+
+def scale_of(cast: Cast) -> jax.Array:
+    """The scale f32[] of a cast with a known one."""
+    return cast.rule.scale(cast.source[cast.rule.row] if cast.source.ndim else cast.source)
+
+
+def prepare_reference(
+    x: jax.Array, scale: jax.Array | None, norm: NormParameters | None, epsilon: float
+) -> Fp8Array | jax.Array:
+    """The rows as they are multiplied: in E4M3 by the scale, without one in the dtype of `x`."""
+    if norm is not None:
+        x = normalize(x, norm, epsilon, x.dtype)[0]
+    return x if scale is None else Fp8Array(quantize_reference(x, E4M3, scale), scale)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is around a product, and which operands it has. `norm`, `activation`: or ""."""
+
+    dtype: np.dtype
+    has_bias: bool
+    has_c: bool
+    tiles: Tiles
+    norm: str
+    epsilon: float
+    cast: CastRule | None
+    activation: str
+    widths: tuple[int, ...]
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "" and is_gated(self.activation)
+
+    @property
+    def part_starts(self) -> tuple[int, int]:
+        """Where the second and the third part begin; 0 without one."""
+        second, third = (*accumulate(self.widths[:-1]), 0, 0)[:2]
+        return second, third

@@ -1,0 +1,44 @@
+"""Rows before norm and cast: how many the kernel prepares, and what is around a product."""
+
+import cpp
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import E4M3
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.kernels.few_rows import PREPARED_ROWS, Around, FewRows, prepare_reference, scale_of
+
+
+def around(**changes):
+    settings = {"dtype": np.dtype(np.float32), "has_bias": False, "has_c": False, "tiles": (None, None), "norm": ""}
+    settings |= {"epsilon": 0.0, "cast": None, "activation": "", "widths": ()}
+    return Around(**settings | changes)
+
+
+def test_the_kernel_prepares_as_many_rows_as_it_says():
+    assert cpp.constant("device/few_rows_gemm_plan.cuh", "kMostPreparedRows") == PREPARED_ROWS
+
+
+def test_where_parts_begin():
+    assert around().part_starts == (0, 0)
+    assert around(widths=(32, 16)).part_starts == (32, 0)
+    assert around(widths=(32, 16, 48)).part_starts == (32, 48)
+
+
+def test_gates():
+    assert around(activation="swiglu").gated
+    assert not around(activation="gelu").gated and not around().gated
+
+
+def test_the_scale_of_a_cast():
+    assert scale_of(Cast.with_row(E4M3, jnp.float32([3.0, 5.0]), 1)) == 5
+    assert scale_of(Cast.with_scale(E4M3, 7.0)) == 7
+    assert FewRows(jnp.zeros((1, 16), jnp.bfloat16), None).scale == 1
+
+
+def test_rows_as_they_are_multiplied():
+    x = jnp.asarray([[1.0, -3.0, 500.0]], jnp.bfloat16)
+    cast = prepare_reference(x, jnp.float32(0.5), None, 0.0)
+    assert isinstance(cast, Fp8Array) and cast.values.astype(jnp.float32).tolist() == [[2.0, -6.0, 448.0]]
+    assert prepare_reference(x, None, None, 0.0) is x

@@ -174,6 +174,8 @@ def test_matmul_gives_it_products_of_few_rows(with_kernels):
     assert calls(16, "one scale") == calls(16, "lines by squares") == 1
     assert calls(17, "one scale") == calls(17, "lines by squares") == 0
     assert calls(8, "lines by squares", columns=(128, 144)) == 1
+    c = jnp.zeros((8, 272), jnp.bfloat16)
+    assert calls(8, "one scale", c=c, c_in_place=False) == 1 and calls(8, "one scale", c=c) == 0  # it copies nothing
     assert calls(8, "lines by squares", columns=(16, 128)) == 0  # cuts squares
 
 

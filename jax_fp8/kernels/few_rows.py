@@ -22,9 +22,9 @@ from jax_fp8.kernels.gemm_parts import Tiles
 from jax_fp8.kernels.norm import NormParameters, normalize
 
 PREPARED_ROWS = 8  # the most that the kernel prepares; as in csrc/device/few_rows_gemm_plan.cuh
-# Elements that shared memory holds beside the weights, twice: in bfloat16 and as they are multiplied. Without a norm,
-# each block of a cluster holds its part.
-MOST_NORMALIZED, MOST_CAST = 2**15, 2**16
+# Shared memory of a block in bytes: on GPUs for data centers, and on others. Of it the smallest ring of weights, bias
+# and c, and what a tail is rounded up by.
+LARGE, SMALL, OTHERS = 227 * 1024, 99 * 1024, 25 * 1024
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +57,16 @@ class FewRows:
         """Whether the kernel can prepare these rows."""
         (m, k), rule = self.x.shape, self.cast and self.cast.rule
         is_known = rule is None or (rule.dtype == E4M3 and rule.tile is None and rule.formula is None)
-        largest = MOST_CAST if self.norm is None else MOST_NORMALIZED
-        return is_known and self.x.dtype == jnp.bfloat16 and m <= min(most_rows, PREPARED_ROWS) and m * k <= largest
+        # The rows in bfloat16 and as they are multiplied; and scale and bias of a norm in float32.
+        needed = m * k * (4 if rule is None else 3) + 8 * k * (self.norm is not None) + OTHERS
+        is_few = m <= min(most_rows, PREPARED_ROWS) and needed <= shared_bytes()
+        return is_known and self.x.dtype == jnp.bfloat16 and is_few
+
+
+def shared_bytes() -> int:
+    """The shared memory of a block on this machine's GPU; where there is none, on one for data centers."""
+    is_small = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability not in ("9.0", "10.0", "10.3")
+    return SMALL if is_small else LARGE
 
 
 def scale_of(cast: Cast) -> jax.Array:

@@ -12,9 +12,9 @@ from jax_fp8.core.cast import SQUARE, Cast
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.scale import ScaleFormula
-from jax_fp8.kernels import few_rows_gemm
+from jax_fp8.kernels import few_rows, few_rows_gemm
 from jax_fp8.kernels.activation import activate
-from jax_fp8.kernels.few_rows import MOST_CAST, MOST_NORMALIZED, FewRows
+from jax_fp8.kernels.few_rows import FewRows
 from jax_fp8.kernels.few_rows_gemm import KERNEL_ROWS, multiply_few_rows
 from jax_fp8.kernels.norm import NormParameters, norm_quantize, normalize
 from jax_fp8.kernels.prepared_gemm import can_be_cut, multiply_prepared
@@ -75,20 +75,26 @@ def test_parts(widths):
         assert_same_bits(jnp.concatenate(parts, axis=1), whole)
 
 
-def test_which_rows_fit():
-    x, _, norm, *_ = arrays(8, k=4096)
-    assert FewRows(x, CAST, norm).fits(KERNEL_ROWS)
-    assert not FewRows(x, CAST, norm).fits(7)
-    assert not FewRows(x, CAST, norm).fits(0)
-    assert MOST_NORMALIZED == 8 * 4096
-    wider = jnp.zeros((8, 4112), jnp.bfloat16)
-    assert not FewRows(wider, CAST, norm).fits(KERNEL_ROWS)
-    assert FewRows(wider, CAST).fits(KERNEL_ROWS)
-    assert not FewRows(jnp.zeros((8, MOST_CAST // 8 + 16), jnp.bfloat16), CAST).fits(KERNEL_ROWS)
-    assert not FewRows(jnp.zeros((9, 16), jnp.bfloat16), CAST).fits(KERNEL_ROWS)
-    assert not FewRows(x.astype(jnp.float32), CAST).fits(KERNEL_ROWS)
+def test_which_rows_fit(monkeypatch):
+    def of(m, k):
+        return jnp.zeros((m, k), jnp.bfloat16)
+
+    def norm(k):
+        return NormParameters(jnp.ones(k), None)
+
+    assert FewRows(of(8, 4096), CAST, norm(4096)).fits(KERNEL_ROWS)
+    assert not FewRows(of(8, 4096), CAST).fits(7) and not FewRows(of(8, 4096), CAST).fits(0)
+    assert FewRows(of(1, 16384), CAST, norm(16384)).fits(KERNEL_ROWS)
+    assert not FewRows(of(2, 16384), CAST, norm(16384)).fits(KERNEL_ROWS)  # the norm's arrays need as much as the rows
+    assert FewRows(of(8, 8192), CAST).fits(KERNEL_ROWS) and not FewRows(of(8, 14336), CAST).fits(KERNEL_ROWS)
+    assert not FewRows(of(8, 8192), None, norm(8192)).fits(KERNEL_ROWS)
+    assert not FewRows(of(9, 16), CAST).fits(KERNEL_ROWS)
+    assert not FewRows(jnp.zeros((8, 16)), CAST).fits(KERNEL_ROWS)
     for cast in (Cast.with_scale(E5M2, 1.0), Cast.from_amax(E4M3, jnp.float32(1), ScaleFormula())):
-        assert not FewRows(x, cast).fits(KERNEL_ROWS)
+        assert not FewRows(of(8, 16), cast).fits(KERNEL_ROWS)
+    monkeypatch.setattr(few_rows, "shared_bytes", lambda: few_rows.SMALL)
+    assert FewRows(of(8, 2048), CAST, norm(2048)).fits(KERNEL_ROWS)
+    assert not FewRows(of(8, 4096), CAST, norm(4096)).fits(KERNEL_ROWS)
 
 
 def test_which_products_can_be_cut(monkeypatch):

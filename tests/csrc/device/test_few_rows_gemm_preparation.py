@@ -6,6 +6,10 @@ from emulation import planted
 from few_rows import BF16, F16, F32, SOURCES
 from prepared_rows import ACTIVATIONS, GATED, PreparedProduct
 
+from jax_fp8.kernels import few_rows
+
+NO_CLUSTERS = ("kernel_launch.h", "compiled.ptxVersion >= 90", "false")
+
 # Rows that the kernel prepares, and results that it activates.
 PREPARED = {
     "cast": PreparedProduct(3, 48, 272, d=F32, bias=True, c=True, alpha=0.5),
@@ -40,6 +44,19 @@ def test_activations(activation, d):
 @pytest.mark.parametrize("norm", ["", "layernorm", "rmsnorm"])
 def test_every_number_of_prepared_rows(m, norm):
     PreparedProduct(m, 32, 144 + 16 * m, norm=norm).check(orders=["random"])
+
+
+LITTLE = (("few_rows_gemm.cu", "device.shared_bytes -= kStatic", "device.shared_bytes = 98 * 1024"),)
+
+
+@pytest.mark.parametrize(("small", "changes"), [(True, LITTLE), (False, ())], ids=["99 KB", "227 KB"])
+@pytest.mark.parametrize(("m", "norm"), [(1, "layernorm"), (3, "rmsnorm"), (8, "layernorm"), (8, "")])
+def test_whatever_fits_is_launched(m, norm, small, changes):
+    """At the limit of `FewRows.fits`, on a device with little shared memory and on a large one."""
+    room = (few_rows.SMALL if small else few_rows.LARGE) - few_rows.OTHERS
+    k = room // (3 * m + (8 if norm else 0)) // 16 * 16
+    product = PreparedProduct(m, 16, k, norm=norm, bias=True)
+    product.check((*changes, NO_CLUSTERS), orders=["forward"])
 
 
 def test_a_nan_stays_in_its_prepared_row():

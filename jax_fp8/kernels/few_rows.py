@@ -6,6 +6,7 @@ Every block of that kernel prepares all rows again. For few of them that costs l
 the first weights are on their way. Only a pass without a backward may do so: nothing is kept of `a`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -16,6 +17,7 @@ import numpy as np
 from jax_fp8.core.cast import Cast, CastRule
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.kernels.gemm_parts import Tiles
@@ -25,6 +27,24 @@ PREPARED_ROWS = 8  # the most that the kernel prepares; as in csrc/device/few_ro
 # Shared memory of a block in bytes: on GPUs for data centers, and on others. Of it the smallest ring of weights, bias
 # and c, and what a tail is rounded up by.
 LARGE, SMALL, OTHERS = 227 * 1024, 99 * 1024, 25 * 1024
+_weights_are_split = jax.make_user_context(default_value=False)
+
+
+def for_devices(count: int, function: Callable) -> Callable:
+    """A function that is traced for so many devices, which may split the weights. A product with norm, gates or parts
+    would gather its weight for every token, so for several devices none is made.
+    """
+
+    def traced(*arrays: PyTree) -> PyTree:
+        with _weights_are_split(count > 1):
+            return function(*arrays)
+
+    return traced
+
+
+def is_alone() -> bool:
+    """Whether no devices split the weights, as far as the context says."""
+    return not _weights_are_split.value
 
 
 @jax.tree_util.register_dataclass

@@ -23,7 +23,7 @@ from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import activate, is_gated
 from jax_fp8.kernels.casting import tile_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule
-from jax_fp8.kernels.few_rows import PREPARED_ROWS, Around, FewRows, prepare_reference, scale_of
+from jax_fp8.kernels.few_rows import PREPARED_ROWS, Around, FewRows, is_alone, prepare_reference, scale_of
 from jax_fp8.kernels.few_rows_gemm import KERNEL_ROWS, SCALINGS, call_few_rows, check_few_rows, has_few_rows
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.gemm_parts import Tiles, check_addends, product_reference, scales_as_read
@@ -180,5 +180,5 @@ def can_be_cut(a: Fp8Array | FewRows, b: Fp8Array, widths: tuple[int, ...]) -> b
     of_a = None if isinstance(a, FewRows) or a.scale.ndim == 0 else a.granularity
     of_b = b.granularity if b.scale.ndim else None
     dtype = jnp.dtype(E4M3) if isinstance(a, FewRows) else a.dtype
-    is_known = (dtype, (of_a, of_b)) in SCALINGS and b.dtype == E4M3
+    is_known = (dtype, (of_a, of_b)) in SCALINGS and b.dtype == E4M3 and is_alone()
     return is_known and has_few_rows(a.shape[0]) and 2 <= len(widths) <= MOST_PARTS and not any(w % 16 for w in widths)

@@ -29,6 +29,7 @@ from jax_fp8.core.ids import as_ids
 from jax_fp8.core.paths import CAST_BY, OF_CACHE, VERSION
 from jax_fp8.core.recipe_rules import step_recipe
 from jax_fp8.core.types import PyTree, Variables
+from jax_fp8.kernels.few_rows import for_devices
 from jax_fp8.models.checks import (
     Tokens,
     check_can_generate,
@@ -245,11 +246,11 @@ class _Programs(NamedTuple):
 @cache
 def _programs(result: NamedSharding | None) -> _Programs:
     """The programs for variables on a mesh, where each device is to have the whole `result`."""
-    static = 0, 1, 2
+    static, count = (0, 1, 2), 1 if result is None else result.mesh.size
     return _Programs(
-        whole=jax.jit(partial(_generate_on, result), static_argnums=static, out_shardings=result),
-        begin=jax.jit(_begin, static_argnums=static, out_shardings=(None, result, None)),
-        advance=jax.jit(Decoder.advance, donate_argnums=1, out_shardings=(result, None)),
+        whole=jax.jit(for_devices(count, partial(_generate_on, result)), static_argnums=static, out_shardings=result),
+        begin=jax.jit(for_devices(count, _begin), static_argnums=static, out_shardings=(None, result, None)),
+        advance=jax.jit(for_devices(count, Decoder.advance), donate_argnums=1, out_shardings=(result, None)),
     )
 
 

@@ -124,7 +124,7 @@ def _run(
     forward_only: bool = False,
 ):
     normalized, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep, static.tensor, forward_only)
-    if takes_activation(normalized, up, gemms[0], static.activation):
+    if takes_activation(normalized, up, static.activation):
         hidden, up_amaxes, up_kept = forward_gemm(normalized, up, gemms[0], static.dtype, activation=static.activation)
         into_down = quantize_input(hidden, gemms[1], keep, forward_only), down, gemms[1], static.dtype
         y, down_amaxes, down_kept = forward_gemm(*into_down, x if static.residual else None)

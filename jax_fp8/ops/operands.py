@@ -19,7 +19,7 @@ from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels import few_rows_gemm
 from jax_fp8.kernels.amax import amax
-from jax_fp8.kernels.few_rows import FewRows
+from jax_fp8.kernels.few_rows import FewRows, is_alone
 from jax_fp8.kernels.quantize import (
     Matrices,
     as_tuple,
@@ -55,7 +55,8 @@ def few_rows(rows: FewRows, gemm: Fp8Gemm, measure: Callable[[], jax.Array]) -> 
     """Rows as an input that the GEMM's kernel prepares, for a pass without a backward; None where it does not.
     `measure()` is their amax: what a caller does not use is not computed.
     """
-    if not rows.fits(few_rows_gemm.MOST_ROWS) or gemm.amax_axes or CAST_STATISTICS in gemm.record.measured:
+    fits = rows.fits(few_rows_gemm.MOST_ROWS) and is_alone()
+    if not fits or gemm.amax_axes or CAST_STATISTICS in gemm.record.measured:
         return None
     assert rows.cast is not None, "an FP8 GEMM casts"
     return GemmInput(Fp8Pair(rows, None, measure()), rows.cast)

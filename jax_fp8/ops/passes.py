@@ -161,7 +161,7 @@ def forward_gemm(
     return y, amaxes, GemmResidual(x_transposed, x_cast, kernel, amaxes, x.health, is_transposed)
 
 
-def takes_activation(x: GemmInput, parameters: LinearParameters, gemm: Fp8Gemm, activation: str) -> bool:
+def takes_activation(x: GemmInput, parameters: LinearParameters, activation: str) -> bool:
     """Whether the GEMM's kernel can activate its result: that of few rows."""
     return isinstance(x.pair.rowwise, FewRows) and sum(parameters.widths) % (32 if is_gated(activation) else 16) == 0
 

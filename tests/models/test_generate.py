@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_fp8 as fp8
 from jax_fp8.models import decoder, reader
 from jax_fp8.models.generate import BLOCK
+from jax_fp8.ops import passes
 
 ON_VERSIONS = {"qwen, delayed", "learned"}  # a second jax has the same loop for all
 
@@ -183,3 +184,19 @@ def test_what_is_refused(name):
     right = {"model": MODELS["learned"], "variables": {"params": {}}, "prompt": PROMPT, "lengths": None}
     with pytest.raises(ValueError, match=sentence):
         fp8.generate(**right | {"max_new_tokens": NEW} | options)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_weights_that_devices_split_are_not_gathered_for_a_token(devices, monkeypatch):
+    """A product with norm, gates or parts needs all columns of its weight: on a mesh none is made."""
+    config = fp8.GPTConfig(vocab_size=48, num_layers=1, num_heads=2, hidden_size=32, max_seq_len=32)
+    model, prompt = fp8.GPT(config), jnp.array([[1, 2, 3], [4, 5, 6]])
+    mesh = jax.make_mesh((devices,), ("tensor",), axis_types=(AxisType.Auto,))
+    variables = jax.device_put(jax.jit(model.init)(jax.random.key(0), prompt), NamedSharding(mesh, PartitionSpec()))
+    products = []
+    multiply = passes.multiply_prepared
+    monkeypatch.setattr(
+        passes, "multiply_prepared", lambda *args, **how: products.append(how) or multiply(*args, **how)
+    )
+    fp8.generate(model, variables, prompt, max_new_tokens=3)
+    assert bool(products) == (devices == 1)

@@ -48,7 +48,7 @@ struct Problem {
 
 // a_scale is f32[], or of lines f32[ceil(k / 128), m]. b_scale is f32[], or of squares f32[ceil(n / 128),
 // ceil(k / 128)]. The last dim of both is padded to a multiple of four. bias has the dtype of d, or bfloat16 where d is
-// float32. It may be null, and so may c.
+// float32. It may be null, and so may c. d may be c: each cluster reads its elements of c before it writes them.
 struct Operands {
   const void *a, *b;
   const float *a_scale, *b_scale;

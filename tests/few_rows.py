@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from emulation import ORDERS, EmulationError, Result, compile_for_cpu
+from emulation import ORDERS, EmulationError, InPlace, Result, compile_for_cpu
 
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 F32, BF16, F16 = SOURCES
@@ -15,7 +15,7 @@ PAIRS = {"": (ONE, False), "1d2d": (LINES, False), "bfloat16": (ONE, True), "bfl
 ENTRY = """
 extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, int64_t scaling, int64_t d_type,
                         double alpha, int64_t config, int64_t normalizes, int64_t casts, double epsilon,
-                        int64_t activation, int64_t gated, const void* a, const void* b, const float* a_scale,
+                        int64_t activation, int64_t gated, int64_t in_place, const void* a, const void* b, const float* a_scale,
                         const float* b_scale, const void* bias, const void* c, void* d, const float* norm_scale,
                         const float* norm_bias) {
   using namespace jax_fp8;
@@ -32,7 +32,7 @@ extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, 
                            activation >= 0,
                            gated != 0,
                            static_cast<Activation>(activation < 0 ? 0 : activation)};
-  return enqueue(problem, {a, b, a_scale, b_scale, bias, c, d, norm_scale, norm_bias}, nullptr).empty() ? 0 : 1;
+  return enqueue(problem, {a, b, a_scale, b_scale, bias, in_place ? d : c, d, norm_scale, norm_bias}, nullptr).empty() ? 0 : 1;
 }
 """
 
@@ -71,12 +71,14 @@ class Product:
         self.bias = added(n).astype(BF16 if d == F32 else d) if bias else None
         self.c = added((m, n)).astype(d) if c else None
 
-    def run(self, changes=(), orders=tuple(ORDERS)):
-        operands = [self.given(), self.b, self.a_scale, self.b_scale, self.bias, self.c, self.result()]
+    def run(self, changes=(), orders=tuple(ORDERS), in_place=False):
+        """The result d; with `in_place` it is written over c."""
+        added = [None, InPlace(self.c)] if in_place else [self.c, self.result()]
+        operands = [self.given(), self.b, self.a_scale, self.b_scale, self.bias, *added]
         how = [self.a_is_bfloat16, self.scaling, SOURCES.index(self.d), self.alpha, self.config]
         settings, norm = self.around()
         kernels = compile_for_cpu("few_rows_gemm.cu", ENTRY, changes)
-        (d,) = kernels.call("multiply", *self.shape, *how, *settings, *operands, *norm, orders=orders)
+        (d,) = kernels.call("multiply", *self.shape, *how, *settings, in_place, *operands, *norm, orders=orders)
         return d
 
     def given(self):

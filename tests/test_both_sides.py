@@ -31,7 +31,7 @@ def test_constants(file, name, value):
 
 
 def test_names_of_activations():
-    found = re.findall(r'{"(\w+)", Activation::\w+, (true|false)}', cpp.source("activation.cc"))
+    found = re.findall(r'{"(\w+)", Activation::\w+, (true|false)}', cpp.source("activation.h"))
     assert {name: gated == "true" for name, gated in found} == dict.fromkeys(PLAIN, False) | dict.fromkeys(GATED, True)
 
 

@@ -159,6 +159,7 @@ def call_few_rows(
     alpha: float,
     columns: tuple[int, int] | None,
     scaling: str,
+    c_in_place: bool = False,
     config: int = 0,
     around: Around | None = None,
 ) -> jax.Array:
@@ -167,9 +168,15 @@ def call_few_rows(
     """
     check_target(TARGET)
     first, n = columns or (0, b.shape[0] // 2 if around and around.gated else b.shape[0])
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((a.shape[0], n), dtype))
+    operands = (a, b, a_scale, b_scale, *addends)
+    place_of_c = 4 + has_bias  # before the params of a norm
+    call = jax.ffi.ffi_call(
+        TARGET,
+        jax.ShapeDtypeStruct((a.shape[0], n), dtype),
+        input_output_aliases={place_of_c: 0} if has_c and c_in_place else None,
+    )
     return call(
-        *(a, b, a_scale, b_scale, *addends),
+        *operands,
         has_bias=has_bias,
         has_c=has_c,
         alpha=np.float32(alpha),

@@ -168,9 +168,9 @@ def _call(
 ) -> jax.Array:
     (m, k), (first, n) = a.shape, columns or (0, b.shape[0])
     added = scaling or accumulation
-    if is_for_few_rows(m, a.dtype, b.dtype, scaling) and not (has_c and c_in_place):
-        how = {"has_bias": has_bias, "has_c": has_c, "alpha": alpha, "columns": columns, "scaling": scaling}
-        return call_few_rows(a, b, *others, dtype=dtype, **how)
+    if is_for_few_rows(m, a.dtype, b.dtype, scaling):
+        how = {"has_bias": has_bias, "has_c": has_c, "c_in_place": c_in_place, "alpha": alpha, "columns": columns}
+        return call_few_rows(a, b, *others, dtype=dtype, scaling=scaling, **how)
     problem = GemmProblem(m, n, k, a.dtype.name, b.dtype.name, dtype.name, has_bias, has_c, added)
     if missing := -m % ROWS_IN_LINES if scaling.startswith("1d") else 0:
         a, others = _with_more_rows(missing, a, *others, has_c=has_c)

@@ -11,6 +11,7 @@ Few programs serve many calls. Prompts are padded to a power of two (with which 
 and the caches have room for a rounded number of new tokens.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Literal, NamedTuple, overload
@@ -167,7 +168,7 @@ def generate(
         top_k=int(top_k) if is_sampled and top_k is not None else None,
     )
     mesh_wide = _replicated(variables)
-    programs = _programs(mesh_wide)
+    programs = _programs(mesh_wide, _device_count(variables))
     static = model, _room(int(max_new_tokens)), None if kv_cache_dtype is None else np.dtype(kv_cache_dtype)
     own = nn.unbox({name: variables[name] for name in ("params", "fp8", FROZEN) if name in variables})
     own |= _valid_cache(model, variables)
@@ -230,6 +231,16 @@ def _replicated(variables: Variables) -> NamedSharding | None:
     return None
 
 
+def _device_count(variables: Variables) -> int:
+    """How many devices may split these variables, traced ones too. What is in a `jax.shard_map` is split already."""
+
+    def count(leaf: jax.Array) -> int:
+        mesh = jax.typeof(leaf).sharding.mesh
+        return math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+
+    return max(map(count, jax.tree.leaves(variables)), default=1)
+
+
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
@@ -244,9 +255,9 @@ class _Programs(NamedTuple):
 
 
 @cache
-def _programs(result: NamedSharding | None) -> _Programs:
-    """The programs for variables on a mesh, where each device is to have the whole `result`."""
-    static, count = (0, 1, 2), 1 if result is None else result.mesh.size
+def _programs(result: NamedSharding | None, count: int) -> _Programs:
+    """The programs for variables on `count` devices of a mesh, where each is to have the whole `result`."""
+    static = (0, 1, 2)
     return _Programs(
         whole=jax.jit(for_devices(count, partial(_generate_on, result)), static_argnums=static, out_shardings=result),
         begin=jax.jit(for_devices(count, _begin), static_argnums=static, out_shardings=(None, result, None)),

@@ -2,6 +2,8 @@
 that the compiler splits by itself, and what runs on CPU devices need not compile for a GPU.
 """
 
+import math
+
 import h200
 import jax
 import jax.numpy as jnp
@@ -51,6 +53,10 @@ def test_validation_and_sample(axes, monkeypatch, with_kernels):
         return fp8.generate(model, variables, prompt, max_new_tokens=8, temperature=generate.TEMPERATURE, key=key)
 
     sample = h200.compile(write, state.variables, tokens(1, SEQ // 2, spec=P()))
-    for program, passes in ((validation, 1), (sample, 2)):  # the prompt, and the tokens after it
-        assert program.custom_calls["jax_fp8_gemm"] == 6 * layers * passes  # query, key, value, out, up, down
+    for program, of_tokens in ((validation, 0), (sample, 4)):  # tokens after the prompt, in a pass of their own
+        assert program.custom_calls["jax_fp8_gemm"] == 6 * layers  # query, key, value, out, up, down
+        assert program.custom_calls["jax_fp8_few_rows_gemm"] == of_tokens * layers  # the first three at once
         assert sum(count for target, count in program.custom_calls.items() if "fmha" in target) == layers
+    # No device gathers a weight for each token.
+    weights = (i.operands[1].shape for i in sample.instructions if i.target == "jax_fp8_few_rows_gemm")
+    assert sum(map(math.prod, weights)) == layers * 12 * 256**2 // (mesh.size // axes["data"])

@@ -107,6 +107,14 @@ def test_two_plans_differ_only_in_the_order_of_sums():
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize(
+    "name", ["tails", "tails by tile", "a cluster of 2", "a cluster of 8", "more pairs than threads"]
+)
+def test_a_sum_may_be_written_over_its_addend(name):
+    product = PRODUCTS[name]
+    assert np.array_equal(product.run(in_place=True), product.run())
+
+
 NO_CLUSTERS = (("kernel_launch.h", "compiled.ptxVersion >= 90", "false"),)
 
 

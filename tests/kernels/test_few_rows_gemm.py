@@ -175,8 +175,17 @@ def test_matmul_gives_it_products_of_few_rows(with_kernels):
     assert calls(17, "one scale") == calls(17, "lines by squares") == 0
     assert calls(8, "lines by squares", columns=(128, 144)) == 1
     c = jnp.zeros((8, 272), jnp.bfloat16)
-    assert calls(8, "one scale", c=c, c_in_place=False) == 1 and calls(8, "one scale", c=c) == 0  # it copies nothing
+    assert calls(8, "one scale", c=c) == 1
     assert calls(8, "lines by squares", columns=(16, 128)) == 0  # cuts squares
+
+
+@pytest.mark.parametrize("c_in_place", [True, False])
+def test_a_sum_is_written_over_its_addend(c_in_place, with_kernels):
+    (a, b), bias, c = operands(5, 64, 144, "one scale"), normal(2, 64), normal(3, 5, 64, dtype=jnp.bfloat16)
+    add = jax.jit(lambda *of: gemm.matmul(*of[:2], bias=of[2], c=of[3], c_in_place=c_in_place))
+    text = add.trace(a, b, bias, c).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@jax_fp8_few_rows_gemm" in text
+    assert ("operand_index = 5" in text) == c_in_place  # after a, b, their scales and the bias
 
 
 def test_the_kernel_multiplies_as_many_rows_as_it_says():

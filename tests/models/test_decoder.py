@@ -54,9 +54,9 @@ def test_a_stream_copies_no_weight():
     quantized = model.clone(recipe=fp8.CurrentScaling())
     variables = fp8.freeze_kernels(made(model), quantized.recipe, forward=lambda v: quantized.apply(v, PROMPT))
     wanted = write(model, variables)
-    begin, found = generation._programs(None).begin, []
-    programs = generation._programs(None)._replace(begin=lambda *given: found.append(begin(*given)) or found[-1])
-    with mock.patch.object(generation, "_programs", lambda _: programs):
+    begin, found = generation._programs(None, 1).begin, []
+    programs = generation._programs(None, 1)._replace(begin=lambda *given: found.append(begin(*given)) or found[-1])
+    with mock.patch.object(generation, "_programs", lambda *_: programs):
         stream = fp8.generate(model, variables, PROMPT, lengths=LENGTHS, max_new_tokens=NEW, stream=True)
         np.testing.assert_array_equal(np.stack(list(stream), axis=1), wanted)
     ((kept, _, _),) = found

@@ -4,6 +4,8 @@ Exact where mathematics is: in float32, and in FP8 where scales do not depend on
 or of `CurrentScaling` with an `amax_epsilon` above all amaxes.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,8 +188,9 @@ def test_what_is_refused(name):
         fp8.generate(**right | {"max_new_tokens": NEW} | options)
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["", "in jax.jit"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_weights_that_devices_split_are_not_gathered_for_a_token(devices, monkeypatch):
+def test_weights_that_devices_split_are_not_gathered_for_a_token(devices, traced, monkeypatch):
     """A product with norm, gates or parts needs all columns of its weight: on a mesh none is made."""
     config = fp8.GPTConfig(vocab_size=48, num_layers=1, num_heads=2, hidden_size=32, max_seq_len=32)
     model, prompt = fp8.GPT(config), jnp.array([[1, 2, 3], [4, 5, 6]])
@@ -198,5 +201,6 @@ def test_weights_that_devices_split_are_not_gathered_for_a_token(devices, monkey
     monkeypatch.setattr(
         passes, "multiply_prepared", lambda *args, **how: products.append(how) or multiply(*args, **how)
     )
-    fp8.generate(model, variables, prompt, max_new_tokens=3)
+    generate = partial(fp8.generate, model, max_new_tokens=3)
+    (jax.jit(generate) if traced else generate)(variables, prompt=prompt)
     assert bool(products) == (devices == 1)

@@ -15,9 +15,9 @@ PAIRS = {"": (ONE, False), "1d2d": (LINES, False), "bfloat16": (ONE, True), "bfl
 ENTRY = """
 extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, int64_t scaling, int64_t d_type,
                         double alpha, int64_t config, int64_t normalizes, int64_t casts, double epsilon,
-                        int64_t activation, int64_t gated, int64_t in_place, const void* a, const void* b, const float* a_scale,
-                        const float* b_scale, const void* bias, const void* c, void* d, const float* norm_scale,
-                        const float* norm_bias) {
+                        int64_t activation, int64_t gated, int64_t in_place, const void* a, const void* b,
+                        const float* a_scale, const float* b_scale, const void* bias, const void* c, void* d,
+                        const float* norm_scale, const float* norm_bias) {
   using namespace jax_fp8;
   using namespace jax_fp8::few_rows_gemm;
   const Problem problem = {static_cast<int>(m),
@@ -32,7 +32,8 @@ extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, 
                            activation >= 0,
                            gated != 0,
                            static_cast<Activation>(activation < 0 ? 0 : activation)};
-  return enqueue(problem, {a, b, a_scale, b_scale, bias, in_place ? d : c, d, norm_scale, norm_bias}, nullptr).empty() ? 0 : 1;
+  const Operands operands = {a, b, a_scale, b_scale, bias, in_place ? d : c, d, norm_scale, norm_bias};
+  return enqueue(problem, operands, nullptr).empty() ? 0 : 1;
 }
 """
 

@@ -6,6 +6,7 @@ Every block of that kernel prepares all rows again. For few of them that costs l
 the first weights are on their way. Only a pass without a backward may do so: nothing is kept of `a`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -40,6 +41,16 @@ def for_devices(count: int, function: Callable) -> Callable:
             return function(*arrays)
 
     return traced
+
+
+def device_count(arrays: PyTree) -> int:
+    """How many devices may split these arrays, traced ones too. What is in a `jax.shard_map` is split already."""
+
+    def count(array: jax.Array) -> int:
+        mesh = jax.typeof(array).sharding.mesh
+        return math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+
+    return max(map(count, jax.tree.leaves(arrays)), default=1)
 
 
 def is_alone() -> bool:

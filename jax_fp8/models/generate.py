@@ -11,7 +11,6 @@ Few programs serve many calls. Prompts are padded to a power of two (with which 
 and the caches have room for a rounded number of new tokens.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Literal, NamedTuple, overload
@@ -30,7 +29,7 @@ from jax_fp8.core.ids import as_ids
 from jax_fp8.core.paths import CAST_BY, OF_CACHE, VERSION
 from jax_fp8.core.recipe_rules import step_recipe
 from jax_fp8.core.types import PyTree, Variables
-from jax_fp8.kernels.few_rows import for_devices
+from jax_fp8.kernels.few_rows import device_count, for_devices
 from jax_fp8.models.checks import (
     Tokens,
     check_can_generate,
@@ -168,7 +167,7 @@ def generate(
         top_k=int(top_k) if is_sampled and top_k is not None else None,
     )
     mesh_wide = _replicated(variables)
-    programs = _programs(mesh_wide, _device_count(variables))
+    programs = _programs(mesh_wide, device_count(variables))
     static = model, _room(int(max_new_tokens)), None if kv_cache_dtype is None else np.dtype(kv_cache_dtype)
     own = nn.unbox({name: variables[name] for name in ("params", "fp8", FROZEN) if name in variables})
     own |= _valid_cache(model, variables)
@@ -229,16 +228,6 @@ def _replicated(variables: Variables) -> NamedSharding | None:
         if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, PartitionSpec())
     return None
-
-
-def _device_count(variables: Variables) -> int:
-    """How many devices may split these variables, traced ones too. What is in a `jax.shard_map` is split already."""
-
-    def count(leaf: jax.Array) -> int:
-        mesh = jax.typeof(leaf).sharding.mesh
-        return math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
-
-    return max(map(count, jax.tree.leaves(variables)), default=1)
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

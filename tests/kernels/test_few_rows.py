@@ -1,13 +1,15 @@
 """Rows before norm and cast: how many the kernel prepares, and what is around a product."""
 
 import cpp
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.kernels.few_rows import PREPARED_ROWS, Around, FewRows, prepare_reference, scale_of
+from jax_fp8.kernels.few_rows import PREPARED_ROWS, Around, FewRows, device_count, prepare_reference, scale_of
 
 
 def around(**changes):
@@ -42,3 +44,20 @@ def test_rows_as_they_are_multiplied():
     cast = prepare_reference(x, jnp.float32(0.5), None, 0.0)
     assert isinstance(cast, Fp8Array) and cast.values.astype(jnp.float32).tolist() == [[2.0, -6.0, 448.0]]
     assert prepare_reference(x, None, None, 0.0) is x
+
+
+def test_devices_that_may_split_arrays():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    arrays = [np.ones(3), jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, PartitionSpec("data")))]
+    found = []
+
+    def count(arrays):
+        found.append(device_count(arrays))
+        return arrays[1]
+
+    assert (device_count([]), device_count(arrays[:1]), device_count(arrays)) == (1, 1, 4)
+    jax.jit(count)(arrays)
+    for names in ({"data"}, {"data", "tensor"}):
+        part = {"mesh": mesh, "axis_names": names, "in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
+        jax.jit(jax.shard_map(count, **part, check_vma=False))(arrays)
+    assert found == [4, 2, 1]

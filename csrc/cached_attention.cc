@@ -139,7 +139,8 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
       .attribute(attributes.window >= 0, "window", attributes.window, "be 1 or more, or 0 for none")
       .not_negative("logit_cap", attributes.logit_cap)
       .dtype("the result attended", *attended, {query.element_type()})
-      .shape("the result attended", *attended, shape_of(query));
+      .shape("the result attended", *attended, shape_of(query))
+      .aligned("the result attended", *attended, kAlignment);
   check_in_place(checks, "keys", keys, *new_keys);
   check_in_place(checks, "values", values, *new_values);
   check_in_place(checks, "key_scales", key_scales, *new_key_scales);

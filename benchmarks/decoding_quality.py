@@ -12,7 +12,7 @@ same params read held-out windows in several ways:
     bf16, fp8 cache    the same, with kv_cache_dtype=E4M3
     delayed            DelayedScaling
     delayed, fp8 cache
-    control            delayed, with half of each cached value of the prompt: it must be noticed
+    control            delayed, with the cached values of the prompt negated: it must be noticed
 
 Each way reads a prompt, and then one token at a time. The table has the loss behind the prompt, and how much the
 perplexity differs from that of the full pass of the same recipe; the share of needle tokens that are the most likely
@@ -47,7 +47,7 @@ WAYS = {
     "bf16, fp8 cache": ("bf16", fp8.E4M3, 1.0),
     "delayed": ("delayed", None, 1.0),
     "delayed, fp8 cache": ("delayed", fp8.E4M3, 1.0),
-    "control": ("delayed", None, 0.5),
+    "control": ("delayed", None, -1.0),
 }
 
 
@@ -78,6 +78,22 @@ SELF_TEST = Reads(
     prompt=16,
     new=8,
 )
+
+
+def check(settings: Reads) -> None:
+    """Raise a ValueError of one sentence for sizes that do not fit each other."""
+    last = settings.prompt + max(settings.new, 2 * (NEEDLE + 2))
+    if not 1 <= settings.prompt or last > settings.seq_len:
+        raise ValueError(
+            f"--prompt must be at least 1 and leave {last - settings.prompt} tokens of the {settings.seq_len} of a "
+            f"window, got {settings.prompt}; give a shorter prompt or a larger --seq-len"
+        )
+    held_out = settings.validation_tokens // (settings.batch_size * settings.seq_len) * settings.batch_size
+    if not 1 <= settings.windows <= held_out or settings.windows % settings.rows:
+        raise ValueError(
+            f"--windows must be a multiple of {settings.rows} up to the {held_out} held-out windows, "
+            f"got {settings.windows}"
+        )
 
 
 @partial(jax.jit, static_argnames="vocab_size")
@@ -121,13 +137,15 @@ def full_pass(model: fp8.GPT, variables: dict, windows: jax.Array, prompt: int) 
 
 @partial(jax.jit, static_argnums=(0, 1), static_argnames="prompt")
 def from_cache(
-    model: fp8.GPT, kept: object, variables: dict, windows: jax.Array, values: jax.Array, prompt: int
+    model: fp8.GPT, kept: object, variables: dict, windows: jax.Array, share: jax.Array, prompt: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each token behind the prompt its loss, and whether it is the most likely one. (batch, tokens)"""
+    """Of each token behind the prompt its loss, and whether it is the most likely one. (batch, tokens)
+
+    `share` multiplies the cached values of the prompt, where these are not in FP8.
+    """
     reader = Reader.for_prompts(model, variables, jnp.full(len(windows), prompt, jnp.int32), prompt)
     logits, caches = reader.read(windows[:, :prompt], reader.empty_caches(windows.shape[1] - prompt, kept), None)
-    # Of a cache in FP8 the scales would have to grow.
-    caches = caches if kept else {name: (k, (v * values).astype(v.dtype)) for name, (k, v) in caches.items()}
+    caches = caches if kept else {name: (k, (v * share).astype(v.dtype)) for name, (k, v) in caches.items()}
     behind = windows[:, prompt:].T
 
     def read(caches: dict, token: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[dict, tuple]:
@@ -148,9 +166,9 @@ def measure(variables: dict, models: dict[str, fp8.GPT], data: Data, settings: R
     batches = [windows[at : at + settings.rows] for at in range(0, len(windows), settings.rows)]
     prompts = [np.asarray(batch[:, : settings.prompt]) for batch in batches[:2]]
     rows, whole, greedy = [], {}, None
-    for name, (recipe, kept, values) in WAYS.items():
+    for name, (recipe, kept, share) in WAYS.items():
         model, start = models[recipe], time.perf_counter()
-        read = [from_cache(model, kept, variables, batch, values, prompt=settings.prompt) for batch in batches]
+        read = [from_cache(model, kept, variables, batch, share, prompt=settings.prompt) for batch in batches]
         loss, likely = (np.concatenate(part) for part in zip(*read, strict=True))
         if recipe not in whole:
             passes = [full_pass(model, variables, batch, prompt=settings.prompt) for batch in batches]
@@ -194,7 +212,7 @@ def markdown(settings: Reads, description: str, rows: list[dict]) -> str:
         f"time. {tables.environment_line(tables.environment())}",
         f"Text: {description}.",
         tables.table(headings, lines),
-        f"The needle is {NEEDLE} random tokens; chance finds none. `control` has half of each value of the prompt.",
+        f"The needle is {NEEDLE} random tokens; chance finds none. `control` has the values of the prompt negated.",
     ]
     return "\n\n".join(sections)
 
@@ -211,7 +229,12 @@ def main(arguments: list[str] | None = None) -> int:
     given = {name: getattr(options, name) for name in ("steps", "seq_len", "windows", "prompt")}
     settings = SELF_TEST if options.self_test else Reads()
     settings = dataclasses.replace(settings, **{name: value for name, value in given.items() if value is not None})
-    data = prepare(settings, options.data, options.cache)
+    try:
+        check(settings)
+        data = prepare(settings, options.data, options.cache)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     program = Program(MODELS["delayed"], settings)
     variables = train(program, data, settings)
     rows = measure(variables, {"delayed": program.model, "bf16": program.model.clone(recipe=None)}, data, settings)

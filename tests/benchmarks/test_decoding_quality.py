@@ -45,6 +45,20 @@ def test_losses_behind_a_prompt_are_those_of_the_full_pass(benchmark):
         assert np.allclose(read[0], whole[0], atol=1e-5) == same
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--prompt", "45"], "--prompt must be at least 1 and leave 20 tokens of the 64 of a window, got 45"),
+        (["--prompt", "0"], "--prompt must be at least 1"),
+        (["--windows", "6"], "--windows must be a multiple of 4 up to the 16 held-out windows, got 6"),
+        (["--windows", "20"], "got 20"),
+    ],
+)
+def test_sizes_that_do_not_fit(benchmark, options, sentence, capsys):
+    assert benchmark("decoding_quality").main(["--self-test", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_it_runs_whole(benchmark, tmp_path):
     assert benchmark("decoding_quality").main(["--self-test", "--output", str(tmp_path)]) == 0

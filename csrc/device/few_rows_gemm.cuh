@@ -24,6 +24,7 @@
 #include "few_rows_gemm_plan.cuh"
 #include "few_rows_gemm_preparation.cuh"
 #include "few_rows_gemm_results.cuh"
+#include "few_rows_gemm_upcoming.cuh"
 #include "few_rows_gemm_weights.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
@@ -59,6 +60,7 @@ class Product {
       preparer_.make(activations_.slot(0), arguments_.layout.phase_row);
       fetch_weights_of(kEarly, kStages);
     }
+    const int last_fetch = max(0, course.steps - kStages - 1);
     int phase = 0;
     Turn turn = {0, 0};
     for (int step = 0; step < course.steps; ++step) {
@@ -74,6 +76,7 @@ class Product {
       if (weights_.has(step)) add(step, turn, sums);
       square_ = next_square;
       weights_.fetch(step + kStages);
+      if (step == last_fetch) ask_for_upcoming(arguments_.operands);
       if (++turn.step_of_phase == phase_steps) {
         turn = {turn.slot + 1 == course.phase_slots ? 0 : turn.slot + 1, 0};
         ++phase;

@@ -116,7 +116,7 @@ def prepare_reference(
 
 @dataclass(frozen=True)
 class Around:
-    """What is around a product, and which operands it has. `norm`, `activation`: or ""."""
+    """What is around a product, and which operands it has. `norm`, `activation`: or ""; `upcoming`: how many."""
 
     dtype: np.dtype
     has_bias: bool
@@ -127,6 +127,7 @@ class Around:
     cast: CastRule | None
     activation: str
     widths: tuple[int, ...]
+    upcoming: int = 0
 
     @property
     def gated(self) -> bool:

@@ -78,6 +78,7 @@ inline void cp_async_cg_shared_global_L2__128B(size_t target, const void* source
                                                Place place = Place::current()) {
   cp_async_cg_shared_global(target, source, count, place);
 }
+inline void cp_async_bulk_prefetch_L2_global(const void* first, uint32_t bytes) { prefetch(first, bytes); }
 inline void cp_async_wait_all() { end_fetches(); }
 inline void cp_async_commit_group() { end_batch_of_fetches(); }
 inline void cp_async_wait_group(int left) { end_batches_of_fetches(left); }

@@ -16,6 +16,7 @@ struct Fetch {
 };
 
 std::vector<Fetch> fetches[kMostFibers];
+std::vector<Prefetched> all_prefetched;
 
 template <typename Condition>
 void end_fetches_if(Condition condition) {
@@ -51,7 +52,19 @@ void end_batches_of_fetches(int left) {
   end_fetches_if([left](const Fetch& fetch) { return fetch.later_batches >= left; });
 }
 
+void prefetch(const void* first, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(first) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
+    fail("a prefetch of %zu bytes from %p", bytes, first);
+  }
+  const auto* const begin = static_cast<const volatile unsigned char*>(first);
+  for (size_t i = 0; i < bytes; i += 16) begin[i];
+  all_prefetched.push_back({static_cast<const unsigned char*>(first), bytes});
+}
+
+const std::vector<Prefetched>& prefetched() { return all_prefetched; }
+
 void forget_fetches() {
+  all_prefetched.clear();
   std::for_each(fetches, fetches + kMostFibers, [](auto& of_fiber) { of_fiber.clear(); });
 }
 

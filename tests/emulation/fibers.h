@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <source_location>
+#include <vector>
 
 struct uint3 {
   unsigned x, y, z;
@@ -55,6 +56,14 @@ void begin_fetch(void* target, const void* source, size_t count);
 void end_fetches();
 void end_batch_of_fetches();
 void end_batches_of_fetches(int left);
+
+// Bytes that were asked for, of all blocks since the launch. They must be readable, in whole pieces of 16.
+struct Prefetched {
+  const unsigned char* first;
+  size_t bytes;
+};
+void prefetch(const void* first, size_t bytes);
+const std::vector<Prefetched>& prefetched();
 
 // The address in another block's shared memory that corresponds to one in this block's.
 void* in_block(const void* shared, size_t rank, Place place);

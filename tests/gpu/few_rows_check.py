@@ -152,12 +152,13 @@ def check_prepared(report: Report):
                 some = {"bias": jnp.asarray(rng.normal(size=n), BF16), "activation": activation}
                 if activation is None:
                     some["c"] = jnp.asarray(rng.normal(size=(m, n)), dtype)
-                run = jax.jit(
-                    lambda rows, b, some=some, dtype=dtype: multiply_prepared(rows, b, dtype=dtype, **some),
-                )
-                first, second = twice_over_poison(run, rows, b)
+                some["dtype"] = dtype
+                first, second = twice_over_poison(jax.jit(partial(multiply_prepared, **some)), rows, b)
                 label = f"{m} x {k}, {n} rows of b, {norm_name}, {'cast' if casts else 'bfloat16'}, {activation}"
                 report.bits("prepared", first, second, f"{label}: two runs")
+                with mock.patch.object(few_rows_gemm, "UPCOMING_BYTES", b.values.size // 2):
+                    asking = jax.jit(partial(multiply_prepared, **some, upcoming=(b.values, b.values)))(rows, b)
+                report.bits("prepared", asking, first, f"{label}: with upcoming weights")
                 a = prepare_reference(rows.x, rows.scale if casts else None, norm, 1e-6)
                 product = numbers(a) @ numbers(b).T + np.asarray(some["bias"], np.float64)
                 if activation is None:
@@ -170,9 +171,8 @@ def check_prepared(report: Report):
                 report.worst["prepared"] = max(error, report.worst.get("prepared", 0))
                 report.expect("prepared", bool(error < bound), f"{label}: off by {error:.1e}")
                 other = np.linalg.norm(got[::-1] - wanted) / np.linalg.norm(wanted)
-                report.expect(
-                    "prepared: control", bool(other > bound or m == 1), f"{label}: another row is not noticed"
-                )
+                is_noticed = bool(other > bound or m == 1)
+                report.expect("prepared: control", is_noticed, f"{label}: another row is not noticed")
 
 
 def check_launches(report: Report):

@@ -44,9 +44,9 @@ CODE |= {
 
 
 def blocks():
-    """Under a second jax the first block of each page: the others call the library in the same ways."""
+    """Under a second jax README and the tutorials: the other pages call the library as tests do that run there."""
     for block, (page, _) in CODE.items():
-        marks = [pytest.mark.versions] if block == f"{page}-1" else []
+        marks = [pytest.mark.versions] if page.startswith(("README", TUTORIALS)) else []
         yield pytest.param(block, marks=[*marks, pytest.mark.slow] if block in SLOW else marks)
 
 

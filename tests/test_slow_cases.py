@@ -12,9 +12,12 @@ def item(nodeid):
 
 
 def test_listed_cases_are_marked(monkeypatch):
-    monkeypatch.setattr(slow_cases, "SLOW_CASES", {"nn/test_a.py::test_b": ("data 2, tensor 2", "x[0]", "gone")})
+    cases = {"nn/test_a.py::test_b": ("data 2, tensor 2", "x[0]", "gone")}
+    cases |= {"nn/test_a.py::test_whole": slow_cases.WHOLE, "nn/test_a.py::test_lost": slow_cases.WHOLE}
+    monkeypatch.setattr(slow_cases, "SLOW_CASES", cases)
     names = ["[data 2, tensor 2]", "[x[0]]", "[data 2]", "[]", ""]
     items = [item(f"tests/nn/test_a.py::test_b{name}") for name in names]
     items += [item("tests/nn/test_a.py::test_c[x[0]]"), item("tests/nn/test_a.py::test_gone")]
-    assert slow_cases.mark(items) == ["nn/test_a.py::test_b[gone]"]
-    assert [each.marks for each in items] == [[pytest.mark.slow]] * 2 + [[]] * 5
+    items += [item("tests/nn/test_a.py::test_whole"), item("tests/nn/test_a.py::test_whole[x]")]
+    assert slow_cases.mark(items) == ["nn/test_a.py::test_b[gone]", "nn/test_a.py::test_lost"]
+    assert [each.marks for each in items] == [[pytest.mark.slow]] * 2 + [[]] * 5 + [[pytest.mark.slow]] * 2

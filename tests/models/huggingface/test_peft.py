@@ -15,7 +15,7 @@ safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
 RANK, ALPHA = 4, 6
 TOKENS = np.random.default_rng(1).integers(0, oracle.VOCAB, (1, 16))
-CLOSE = 5e-5  # of logits in float32, in their standard deviations
+CLOSE = 5e-4  # of logits in float32, in their standard deviations: CPUs add in other orders
 LLAMA, GPT2 = oracle.CASES["llama"], oracle.CASES["gpt2"]
 PHI3 = families.CASES["phi3"]
 SOME = {"q_proj", "down_proj"}

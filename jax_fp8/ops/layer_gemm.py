@@ -49,7 +49,7 @@ def layer_gemm(
     if weight is not None:
         _check_weight(layer, recipe, parameters, weight)
     is_recorded = recorder is not None
-    return Fp8Gemm(recipe, layer, scales, record, weight, upcoming, is_recorded, current_amax_axes())
+    return Fp8Gemm(recipe, layer, scales, record, weight, is_recorded, current_amax_axes(), upcoming=upcoming)
 
 
 def first_state(recipe: DelayedScaling, kernels: Matrices) -> dict[str, jax.Array]:

@@ -70,7 +70,7 @@ cudaError_t launch(Call<C, T> call, int64_t heads, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
     clusters.blocks_per_cluster = call.log2_blocks == 0 ? 0 : 1u << call.log2_blocks;
     clusters.blocks = heads << call.log2_blocks;
-    return ClusterLaunch(clusters, stream)(kernel, call);
+    return ClusterLaunch(clusters, stream, Begins::kEarly)(kernel, call);
   };
   if constexpr (kIsFloat) {
     if (call.sizes.queries == 1) return launch_with(attend_kernel<C, T, kWidth, 1>, 1);

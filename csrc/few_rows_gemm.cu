@@ -122,7 +122,7 @@ cudaError_t launch(const Arguments& arguments, const Device& device, cudaStream_
       .threads = plan.threads(),
       .shared_bytes = static_cast<size_t>(arguments.layout.bytes),
   };
-  return ClusterLaunch(clusters, stream)(kernel_of, arguments);
+  return ClusterLaunch(clusters, stream, Begins::kEarly)(kernel_of, arguments);
 }
 
 template <typename Wide, Scaling kScaling>
@@ -163,7 +163,9 @@ std::string enqueue(const Problem& problem, const Operands& operands, cudaStream
   if (!plan || (plan->cluster > 1 && !has_clusters)) {
     return "no kernel runs with config " + std::to_string(problem.config) + " on this device";
   }
-  status = by_types({problem, operands, *plan, course_of(problem, *plan), layout_of(problem, *plan)}, device, stream);
+  const Arguments arguments{problem, operands, *plan, course_of(problem, *plan), layout_of(problem, *plan),
+                            Following::current()};
+  status = by_types(arguments, device, stream);
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
 }
 

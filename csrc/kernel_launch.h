@@ -33,6 +33,24 @@ cudaError_t find_clusters(Kernel kernel, bool& found) {
   return status;
 }
 
+// Whether kernels that this thread launches follow a kernel of ours on the same stream, for as long as one of these
+// lives. They may begin before that one has ended: see device/programmatic.cuh.
+class Following {
+ public:
+  explicit Following(bool follow) { current() = follow; }
+  ~Following() { current() = false; }
+  Following(const Following&) = delete;
+  Following& operator=(const Following&) = delete;
+
+  static bool& current() {
+    static thread_local bool follow = false;
+    return follow;
+  }
+};
+
+// Of a kernel that waits by itself for those before it.
+enum class Begins { kInTurn, kEarly };
+
 struct Clusters {
   int64_t blocks;               // of the whole grid
   unsigned blocks_per_cluster;  // 0: a launch without clusters, for a device that has none
@@ -42,17 +60,24 @@ struct Clusters {
 
 class ClusterLaunch {
  public:
-  ClusterLaunch(const Clusters& clusters, cudaStream_t stream) {
-    cluster_.id = cudaLaunchAttributeClusterDimension;
-    cluster_.val.clusterDim.x = clusters.blocks_per_cluster, cluster_.val.clusterDim.y = cluster_.val.clusterDim.z = 1;
+  ClusterLaunch(const Clusters& clusters, cudaStream_t stream, Begins begins = Begins::kInTurn) {
+    if (clusters.blocks_per_cluster > 0) {
+      cudaLaunchAttribute& cluster = attributes_[config_.numAttrs++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim.x = clusters.blocks_per_cluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    }
+    if (begins == Begins::kEarly && Following::current()) {
+      cudaLaunchAttribute& early = attributes_[config_.numAttrs++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
     config_.gridDim = dim3(static_cast<unsigned>(clusters.blocks));
     config_.blockDim = dim3(static_cast<unsigned>(clusters.threads));
     config_.dynamicSmemBytes = clusters.shared_bytes;
     config_.stream = stream;
-    config_.attrs = &cluster_;
-    config_.numAttrs = clusters.blocks_per_cluster ? 1 : 0;
+    config_.attrs = attributes_;
   }
-  ClusterLaunch(const ClusterLaunch&) = delete;  // config_ points at cluster_
+  ClusterLaunch(const ClusterLaunch&) = delete;  // config_ points at attributes_
   ClusterLaunch& operator=(const ClusterLaunch&) = delete;
 
   // How many clusters can run on the device at once. The blocks of a cluster must share a GPC, so the number is zero
@@ -69,7 +94,7 @@ class ClusterLaunch {
   }
 
  private:
-  cudaLaunchAttribute cluster_ = {};
+  cudaLaunchAttribute attributes_[2] = {};
   cudaLaunchConfig_t config_ = {};
 };
 

@@ -8,6 +8,7 @@
 #include "adam.h"
 #include "amax.h"
 #include "cached_attention.h"
+#include "chain.h"
 #include "cross_entropy.h"
 #include "cublaslt.h"
 #include "few_rows_gemm.h"
@@ -57,6 +58,7 @@ py::dict targets() {
   table["jax_fp8_norm_amax"] = py::dict("execute"_a = capsule(norm_amax_handler));
   table["jax_fp8_norm_backward"] = py::dict("execute"_a = capsule(norm_backward_handler));
   table["jax_fp8_cached_attention"] = py::dict("execute"_a = capsule(cached_attention_handler));
+  table["jax_fp8_chain"] = py::dict("execute"_a = capsule(chain_handler));
   table["jax_fp8_cross_entropy"] = py::dict("execute"_a = capsule(cross_entropy_handler));
   table["jax_fp8_few_rows_gemm"] = py::dict("execute"_a = capsule(few_rows_gemm_handler));
   table["jax_fp8_grouped_gemm"] = py::dict("execute"_a = capsule(grouped_gemm_handler));

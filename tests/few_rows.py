@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from emulation import ORDERS, EmulationError, InPlace, Result, compile_for_cpu
+from emulation import ORDERS, EmulationError, InPlace, Late, Result, compile_for_cpu
 
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 F32, BF16, F16 = SOURCES
@@ -15,10 +15,11 @@ PAIRS = {"": (ONE, False), "1d2d": (LINES, False), "bfloat16": (ONE, True), "bfl
 ENTRY = """
 extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, int64_t scaling, int64_t d_type,
                         double alpha, int64_t config, int64_t normalizes, int64_t casts, double epsilon,
-                        int64_t activation, int64_t gated, int64_t in_place, const void* a, const void* b,
-                        const float* a_scale, const float* b_scale, const void* bias, const void* c, void* d,
-                        const float* norm_scale, const float* norm_bias, const void* upcoming, int64_t upcoming_rows,
-                        int64_t row_bytes, int64_t asked, const void* upcoming_too, uint8_t* times_asked) {
+                        int64_t activation, int64_t gated, int64_t in_place, int64_t follows,
+                        const void* a, const void* b, const float* a_scale, const float* b_scale,
+                        const void* bias, const void* c, void* d, const float* norm_scale, const float* norm_bias,
+                        const void* upcoming, int64_t upcoming_rows, int64_t row_bytes, int64_t asked,
+                        const void* upcoming_too, uint8_t* times_asked) {
   using namespace jax_fp8;
   using namespace jax_fp8::few_rows_gemm;
   const Problem problem = {static_cast<int>(m),
@@ -33,6 +34,7 @@ extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, 
                            activation >= 0,
                            gated != 0,
                            static_cast<Activation>(activation < 0 ? 0 : activation)};
+  const Following following(follows != 0);
   const auto* const first = static_cast<const uint8_t*>(upcoming);
   const auto* const too = static_cast<const uint8_t*>(upcoming_too);
   const Operands operands = {a, b, a_scale, b_scale, bias, in_place ? d : c, d, norm_scale, norm_bias,
@@ -64,6 +66,7 @@ class Product:
     `config` has the digits of csrc/few_rows_gemm.cu: steps of a phase, cluster, tiles, warps along n, along k.
     """
 
+    follows = False  # a kernel that has not ended when this one begins
     upcoming = None  # rows, bytes of each, bytes of each that are asked for
 
     def __init__(self, m, n, k, pair="", *, d=BF16, config=0, bias=False, c=False, alpha=1.0, integers=False):
@@ -89,12 +92,17 @@ class Product:
     def run(self, changes=(), orders=tuple(ORDERS), in_place=False):
         """The result d; with `in_place` it is written over c."""
         added = [None, InPlace(self.c)] if in_place else [self.c, self.result()]
-        operands = [self.given(), self.b, self.a_scale, self.b_scale, self.bias, *added]
+        late = [self.given(), self.a_scale, *added]  # what kernels before may write or read
+        if self.follows:
+            late = [array if array is None else Late(array) for array in late]
+        operands = [late[0], self.b, late[1], self.b_scale, self.bias, *late[2:]]
         how = [self.a_is_bfloat16, self.scaling, SOURCES.index(self.d), self.alpha, self.config]
         settings, norm = self.around()
         kernels = compile_for_cpu("few_rows_gemm.cu", ENTRY, changes)
         operands += [*norm, *self.upcoming_operands()]
-        d, *asked = kernels.call("multiply", *self.shape, *how, *settings, in_place, *operands, orders=orders)
+        d, *asked = kernels.call(
+            "multiply", *self.shape, *how, *settings, in_place, self.follows, *operands, orders=orders
+        )
         self.times_asked = asked[0] if asked else None
         return d
 

@@ -20,7 +20,7 @@ MAX_ANY = 100  # in annotations of the package: where jax's and Flax's own types
 # A room and the rooms it may import. The files directly in jax_fp8/ stand above all rooms.
 ROOMS = {
     "core": {"core"},
-    "kernels": {"core", "kernels"},
+    "kernels": {"core", "jaxprs", "kernels"},
     "ops": {"core", "kernels", "ops"},
     "nn": {"core", "kernels", "ops", "nn"},
     "models": {"core", "kernels", "ops", "nn", "models"},

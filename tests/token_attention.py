@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
-from emulation import ONLY_BFLOAT16, InPlace, Result, compile_for_cpu
+from emulation import ONLY_BFLOAT16, InPlace, Late, Result, compile_for_cpu
 from new_tokens import make
 
 ENTRY = """
@@ -40,16 +40,21 @@ ONLY_128 = (
 FEW_KERNELS, FLOAT_KERNELS = (*ONLY_BFLOAT16, *ONLY_128), (*ONLY_FLOAT, *ONLY_128)
 
 
-def run(problem, changes=()):
-    """The result, keys, values and, of FP8, their scales."""
+def run(problem, changes=(), *, follows=False):
+    """The result, keys, values and, of FP8, their scales. With `follows` the kernel before may still use all arrays but
+    lengths and step.
+    """
+    late = Late if follows else (lambda array: array)
     batch, kv_heads, group, head_dim = problem.query.shape
-    scales = [None, None] if problem.scales is None else [InPlace(array) for array in problem.scales]
+    scales = [None, None] if problem.scales is None else [late(InPlace(array)) for array in problem.scales]
     pairs = 0 if problem.rotary is None else problem.rotary[0].shape[1]
-    attended = Result(problem.query.shape, problem.query.dtype)
+    attended = late(Result(problem.query.shape, problem.query.dtype))
+    new_token = map(late, (problem.query, problem.key, problem.value))
     keys, values, *found = compile_for_cpu("cached_attention.cu", ENTRY, tuple(changes)).call(
         "cached_attention",
-        *(problem.query, problem.key, problem.value, SOURCES.index(problem.query.dtype), int(bool(problem.scales))),
-        *(InPlace(problem.keys), InPlace(problem.values), *scales, problem.lengths, np.int32(problem.step)[None]),
+        *(*new_token, SOURCES.index(problem.query.dtype), int(bool(problem.scales))),
+        *(late(InPlace(problem.keys)), late(InPlace(problem.values)), *scales),
+        *(problem.lengths, np.int32(problem.step)[None]),
         *(problem.rotary or (None, None)),
         *(attended, batch, kv_heads, group, head_dim, problem.keys.shape[2], problem.prompt_slots, pairs),
         *(problem.window, float(problem.scale), float(problem.logit_cap)),

@@ -19,6 +19,7 @@
 #include "cached_attention_products.cuh"
 #include "cached_attention_shared.cuh"
 #include "cached_attention_token.cuh"
+#include "programmatic.cuh"
 
 namespace jax_fp8::cached_attention {
 
@@ -36,6 +37,8 @@ template <typename C, typename T, int kWidth, int kHeads>
 __global__ void __launch_bounds__(kThreads<kWidth>, kResident<C, kWidth>) attend_kernel(Call<C, T> call) {
   extern __shared__ float4 parts[];  // [kWarps, queries, kPartWidth] floats
   __shared__ Shared<C, T, kWidth, kHeads> shared;
+  let_next_kernel_begin();
+  wait_for_kernels_before();
   const Part part = part_of<kHeads>(call);
   const int length = __ldg(call.lengths + part.row), step = __ldg(call.step);
   const int warp = static_cast<int>(threadIdx.x) / kWarp, token_rows = TokenRows(part).count;

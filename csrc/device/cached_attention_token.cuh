@@ -16,11 +16,12 @@
 
 namespace jax_fp8::cached_attention {
 
-__device__ inline float load_one(const float* source) { return __ldg(source); }
+// The compiler may move `__ldg` before a wait for the kernel that writes these rows.
+__device__ inline float load_one(const float* source) { return __ldcg(source); }
 
 template <typename T>
 __device__ inline T load_one(const T* source) {
-  return {__ldg(&source->bits)};
+  return {__ldcg(&source->bits)};
 }
 
 // The rows of the new token that a block has, in order: its queries, then the key and the value.

@@ -27,6 +27,7 @@
 #include "few_rows_gemm_upcoming.cuh"
 #include "few_rows_gemm_weights.cuh"
 #include "mma.cuh"
+#include "programmatic.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8::few_rows_gemm {
@@ -39,8 +40,13 @@ class Product {
       : arguments_(arguments), part_(part), ahead_(min(arguments.plan.ahead, arguments.course.phases)),
         weights_(arguments, part, shared), activations_(arguments, part, shared), preparer_(arguments, part, shared) {}
 
+  // While kernels before this one may still run: has as many weights under way as fit.
+  __device__ void start_early() {
+    if (has_early_weights()) fetch_weights_of(0, kStages);
+  }
+
   // Has the first activations under way, and as many weights as fit. Activations come first: behind the weights they
-  // would arrive after them, and no product could begin before. Nothing may wait before this.
+  // would arrive after them, and no product could begin before. Nothing else may wait before this.
   __device__ void start() {
     square_ = square_scale(0);
     if (is_prepared()) {
@@ -48,17 +54,21 @@ class Product {
     } else {
       for (int phase = 0; phase < ahead_; ++phase) activations_.fetch_phase(phase, phase);
     }
-    fetch_weights_of(0, is_prepared() ? kEarly : kStages);
+    if (!has_early_weights()) fetch_weights_of(0, is_prepared() ? kFirst : kStages);
   }
 
   __device__ void make(Sums<kRowGroups, kRowTiles>& sums) {
     const Course& course = arguments_.course;
     const int phase_steps = arguments_.plan.phase_steps;
     if (is_prepared()) {
-      wait_for_all_but<kEarly>();
+      if (has_early_weights()) {
+        wait_for_all_but<0>();
+      } else {
+        wait_for_all_but<kFirst>();
+      }
       __syncthreads();
       preparer_.make(activations_.slot(0), arguments_.layout.phase_row);
-      fetch_weights_of(kEarly, kStages);
+      if (!has_early_weights()) fetch_weights_of(kFirst, kStages);
     }
     const int last_fetch = max(0, course.steps - kStages - 1);
     int phase = 0;
@@ -88,7 +98,7 @@ class Product {
   static constexpr bool kIsE4M3 = std::is_same_v<Wide, Float16>;
   static constexpr int kElementBytes = kIsE4M3 ? 1 : 2;  // of a
   static constexpr int kStages = stages_of(kRowGroups, kRowTiles);
-  static constexpr int kEarly = kStages / 2;  // batches of weights before rows are prepared
+  static constexpr int kFirst = kStages / 2;  // batches of weights before rows are prepared
 
   __device__ void fetch_weights_of(int first, int end) {
 #pragma unroll 1
@@ -97,6 +107,9 @@ class Product {
 
   // With more rows it is another kernel's work, and this one need not have the code.
   __device__ bool is_prepared() const { return kRowGroups == 1 && arguments_.course.prepares; }
+
+  // Weights that were asked for before the activations were there.
+  __device__ bool has_early_weights() const { return is_prepared() && arguments_.follows; }
 
   __device__ float square_scale(int step) const {
     if constexpr (kScaling == Scaling::kOne) return 1.0f;
@@ -189,10 +202,13 @@ __global__ void __launch_bounds__(most_threads(kRowGroups), 1) kernel(const __gr
   __shared__ Barrier received;
   auto* const shared = reinterpret_cast<uint8_t*>(shared_vectors);
   const Part part(arguments);
+  Product<Wide, kScaling, kRowGroups, kRowTiles> product(arguments, part, shared);
+  let_next_kernel_begin();
+  product.start_early();
+  wait_for_kernels_before();
   // Whatever else is read comes before the weights: behind them it arrives late, and a warp may wait for it anywhere.
   const Factors<kScaling> factors(arguments);
   Results<kRowGroups, kRowTiles> results(arguments, part, shared, received);
-  Product<Wide, kScaling, kRowGroups, kRowTiles> product(arguments, part, shared);
   product.start();
   Sums<kRowGroups, kRowTiles> sums = {};
   product.make(sums);

@@ -17,6 +17,7 @@ struct Arguments {
   Plan plan;
   Course course;
   Layout layout;
+  bool follows;  // whether kernels before this one may still run when it begins
 };
 
 // Waits until all batches of this thread but the latest kCount have arrived.

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 Atom = Var | Literal
@@ -86,6 +87,11 @@ def all_equations(jaxpr: Jaxpr, count: float = 1) -> Iterator[tuple[JaxprEqn, fl
         yield equation, count
         for inner in inner_jaxprs(equation):
             yield from all_equations(inner, count * turns(equation))
+
+
+def array_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an atom that is an array."""
+    return jax.ShapeDtypeStruct(getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None))
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -32,6 +32,7 @@ from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels import few_rows_gemm
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import amax, as_matrix
+from jax_fp8.kernels.chain import chained
 from jax_fp8.kernels.few_rows import is_alone
 from jax_fp8.kernels.quantize import quantize_rowwise
 from jax_fp8.models.config import GPTConfig
@@ -108,7 +109,8 @@ class Reader:
         joined_arrays, tokens = lax.optimization_barrier((self.weights.joined, tokens))
         weights, gemms = replace(self.weights, joined=joined_arrays), [*gemms_of(self.body.config)]
         variables = {**weights.variables(gemms), KV_CACHE: kv_caches}
-        x, written = self.body.apply(variables, tokens, positions, last, mutable=[KV_CACHE])  # type: ignore[misc]
+        apply = partial(self.body.apply, mutable=[KV_CACHE])
+        x, written = (apply if step is None else chained(apply))(variables, tokens, positions, last)
         layers: PyTree = written[KV_CACHE]
         new_caches = {name: layers[name]["attention"]["slots"] for name in caches}
         logits = self.head.logits(x)[:, 0].astype(jnp.float32)

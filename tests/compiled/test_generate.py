@@ -12,7 +12,7 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.inspect.hlo import CALLS, FUSIONS, by_computation, executed
-from jax_fp8.kernels import cached_attention, extension, few_rows_gemm
+from jax_fp8.kernels import cached_attention, chain, extension, few_rows_gemm
 from jax_fp8.kernels.grouped_gemm import TARGET
 from jax_fp8.models import reader
 from jax_fp8.models.generate import BLOCK
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 BATCH, SEQ, NEW, WIDTH = 8, 512, 64, 256
 CONFIG = fp8.GPTConfig(vocab_size=1024, num_layers=1, num_heads=4, hidden_size=WIDTH, max_seq_len=1024)
+LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "num_kv_heads": 1, "use_bias": False}
 EXPERTS = dataclasses.replace(CONFIG, num_experts=4, use_bias=False)
 ROWS = rows_needed(2 * BATCH, EXPERTS.num_experts)  # of a token for each text
 OUTSIDE = {"While", "CustomKernel", "Copy"}  # loops, their conditions, and the number of a block's first token
@@ -81,6 +82,19 @@ def test_a_token_takes_few_launches_by_the_kernels_for_it(most_rows, gemms, upco
     for_tokens = 0 if gemms else 1  # beside those for the prompts
     assert program.custom_calls["jax_fp8_norm_quantize"] == 2 * (1 + for_tokens)
     assert program.custom_calls["jax_fp8_activation_quantize"] == 1 + for_tokens
+    assert program.graphs == 2 and set(program.outside_graphs) <= OUTSIDE
+    assert not [copy for copy in program.copies if copy.results[0].bytes > 2**16]  # of a cache
+    assert not weights_made_in_the_loop(program)
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt", "llama"])
+def test_the_kernels_of_a_token_can_be_one_call(fields, monkeypatch, with_kernels):
+    """In layers of two, and beside them the norm and the cast of the head's input."""
+    h200.use_cudnn(monkeypatch)
+    monkeypatch.setattr(chain, "CHOSEN", True)
+    program = compiled(fp8.GPT(dataclasses.replace(CONFIG, num_layers=2, **fields)))
+    assert program.custom_calls[chain.TARGET] == 1
+    assert program.custom_calls[few_rows_gemm.TARGET] == program.custom_calls[cached_attention.TARGET] == 0
     assert program.graphs == 2 and set(program.outside_graphs) <= OUTSIDE
     assert not [copy for copy in program.copies if copy.results[0].bytes > 2**16]  # of a cache
     assert not weights_made_in_the_loop(program)

@@ -47,7 +47,7 @@ import pytest
 
 from emulation.compiler import CSRC, CompilerError, build, gcc
 from emulation.execution import EmulationError, call_elsewhere
-from emulation.memory import InPlace, Input, Result
+from emulation.memory import InPlace, Input, Late, Result
 
 __all__ = [
     "ONLY_BFLOAT16",
@@ -56,6 +56,7 @@ __all__ = [
     "EmulationError",
     "InPlace",
     "Input",
+    "Late",
     "Result",
     "compile_for_cpu",
     "planted",

@@ -83,6 +83,9 @@ inline void cp_async_wait_all() { end_fetches(); }
 inline void cp_async_commit_group() { end_batch_of_fetches(); }
 inline void cp_async_wait_group(int left) { end_batches_of_fetches(left); }
 
+inline void griddepcontrol_wait() { wait_for_kernels_before(); }
+inline void griddepcontrol_launch_dependents() {}
+
 // ---- barriers -------------------------------------------------------------------------------------------------------
 
 inline void mbarrier_init_shared__cta_b64(uint32_t barrier, int arrivals, Place place = Place::current()) {

@@ -197,12 +197,13 @@ void operator->*(void (*kernel)(Parameters...), const EmulatedCall<Closure>& cal
 
 // ---- launching with attributes --------------------------------------------------------------------------------------
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension, cudaLaunchAttributeProgrammaticStreamSerialization };
 
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     uint3 clusterDim;
+    int programmaticStreamSerializationAllowed;
   } val;
 };
 
@@ -219,6 +220,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Arguments... arguments) {
   EmulatedLaunch launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
   for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id != cudaLaunchAttributeClusterDimension) continue;
     const uint3 cluster = config->attrs[i].val.clusterDim;
     if (cluster.y != 1 || cluster.z != 1) return cudaErrorInvalidClusterSize;  // csrc has only clusters along x
     launch.grid.cluster = cluster.x;

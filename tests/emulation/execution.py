@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from emulation.memory import Guarded, InPlace, Input, Result
+from emulation.memory import Guarded, InPlace, Input, Late, Result
 
 
 class EmulationError(RuntimeError):
@@ -78,18 +78,25 @@ def _call(library, entry, arguments, order, poison):
         if isinstance(value, tuple | list):
             pointers = [as_c(element, f"{name}[{number}]").value for number, element in enumerate(value)]
             return (ctypes.c_void_p * len(value))(*pointers)
+        is_late, value = isinstance(value, Late), value.argument if isinstance(value, Late) else value
         if isinstance(value, np.ndarray):
             value = Input(value)
         if isinstance(value, Input | InPlace | Result):
             arrays[name] = Guarded(value, at_end=order == 0, poison=poison)
+            if is_late:
+                begin, size = arrays[name].pages
+                writable = ctypes.c_int64(not arrays[name].read_only)
+                library.emulation_add_late(ctypes.c_void_p(begin), ctypes.c_int64(size), writable)
             return ctypes.c_void_p(arrays[name].address)
         if value is None:
             return ctypes.c_void_p()
         return ctypes.c_double(value) if isinstance(value, float | np.floating) else ctypes.c_int64(int(value))
 
+    library.emulation_forget_late()
     passed = [as_c(value, f"argument {number}") for number, value in enumerate(arguments)]
     library.emulation_begin(ctypes.c_int64(order), ctypes.c_int64(poison), _stacks(library))
     status = getattr(library, entry)(*passed)
+    library.emulation_forget_late()
     failure, fault = library.emulation_failure().decode(), library.emulation_fault()
     if fault is not None and arrays:
         nearest = min(arrays, key=lambda name: arrays[name].distance(fault))

@@ -62,11 +62,13 @@ void resume(int next) {
   enter_block(rank_of(next));
   begun[rank_of(next)] = true;
   threadIdx = position(next % block_fibers, blockDim);
+  enter_with_late_arrays();
   if (_setjmp(scheduler) == 0) {
     if (std::exchange(fibers[next].started, true)) _longjmp(fibers[next].left, 1);
     setcontext(&fibers[next].start);
   }
   current = -1;
+  enter_with_late_arrays();
 }
 
 void wait(State state, const char* what, uint32_t mask, Place place) {
@@ -77,9 +79,7 @@ void wait(State state, const char* what, uint32_t mask, Place place) {
 
 void fiber_body() {
   kernel(closure);
-  check_fetches();
-  check_stores();
-  check_products();
+  check_fetches(), check_stores(), check_products(), check_waits();
   states[current] = kEnded;
   _longjmp(scheduler, 1);
 }

@@ -57,6 +57,9 @@ void end_fetches();
 void end_batch_of_fetches();
 void end_batches_of_fetches(int left);
 
+// griddepcontrol.wait. Before it a thread must not touch arrays that are `Late`.
+void wait_for_kernels_before();
+
 // Bytes that were asked for, of all blocks since the launch. They must be readable, in whole pieces of 16.
 struct Prefetched {
   const unsigned char* first;

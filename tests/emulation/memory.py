@@ -37,6 +37,15 @@ class Result:
     offset: int = 0
 
 
+@dataclass(frozen=True)
+class Late:
+    """An array that the kernel before may still write or read: no thread may touch it before it has waited for that
+    kernel.
+    """
+
+    argument: "np.ndarray | Input | InPlace | Result"
+
+
 class Guarded:
     """An array at one end of a piece of memory between two guards, which raise a fault. The rest is poison.
 
@@ -65,7 +74,7 @@ class Guarded:
         self.outside = self.usable[:begin], self.usable[begin + self.bytes :]
         if array is not None:
             self.inside[:] = np.frombuffer(array.tobytes(), np.uint8)
-        self.address = base + GUARD + begin
+        self.address, self.pages = base + GUARD + begin, (base + GUARD, usable)
         _protect(base, GUARD, 0)
         _protect(base + GUARD + usable, GUARD, 0)
         if self.read_only:

@@ -44,6 +44,11 @@ bool stand_together(size_t a, size_t b);
 void check_fetches();
 void forget_fetches();
 
+// enter_with_late_arrays protects late arrays from a thread that has not waited for the kernels before. check_waits
+// fails at the end of one that never has, where there are such arrays.
+void enter_with_late_arrays();
+void check_waits();
+
 bool is_running(size_t rank);
 
 // Suspends this thread until another thread, or a copy, wakes all that wait for the same object.

@@ -44,6 +44,7 @@ DAYS = 7  # for which a program is kept after its last use
 
 CUBLASLT, SONAME = "made_up_cublaslt.cc", "libcublasLt.so.13"
 
+LINKS = ("activation", "amax", "cached_attention", "few_rows_gemm", "norm", "quantize")  # what a chain calls
 Change = tuple[str, str, str]
 
 
@@ -98,6 +99,7 @@ def build(operations: Iterable[str], changes: tuple[Change, ...] = ()) -> pathli
 
 def _sources_of(operations):
     """The sources to compile: those of the operations, the files that a GEMM needs, and the emulation's."""
+    operations = {*operations, *(LINKS if "chain" in operations else ())}
     names = {"driver.cc", CUBLASLT, *(f"emulation/{path.name}" for path in EMULATION.glob("*.cc"))}
     for name in operations:
         names |= {path.name for path in CSRC.glob(f"{name}.c[cu]")}

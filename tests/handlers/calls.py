@@ -55,7 +55,7 @@ class Buffer:
         )
 
 
-Attribute = str | bool | np.generic | np.ndarray
+Attribute = str | bool | np.generic | np.ndarray | Mapping[str, "Attribute"]
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ class Call:
         parts = [self.target]
         for buffers in (self.operands, self.results):
             parts += [str(len(buffers)), *(buffer.words() for buffer in buffers)]
-        parts.append(str(len(self.attributes)))
-        parts += [f"{name} {_attribute_words(value)}" for name, value in sorted(self.attributes.items())]
-        return " ".join(parts) + "\n"
+        return " ".join([*parts, _all_words(self.attributes)]) + "\n"
 
     def with_buffers(self, operands: Sequence[Buffer], results: Sequence[Buffer]) -> "Call":
         return dataclasses.replace(self, operands=tuple(operands), results=tuple(results))
@@ -80,7 +78,15 @@ class Call:
         return dataclasses.replace(self, attributes={**self.attributes, **attributes})
 
 
+def _all_words(attributes):
+    return " ".join(
+        [str(len(attributes)), *(f"{name} {_attribute_words(attributes[name])}" for name in sorted(attributes))]
+    )
+
+
 def _attribute_words(value):
+    if isinstance(value, Mapping):
+        return f"d 0 0 x {_all_words(value)}"
     if isinstance(value, str):
         return f"t 0 0 x{value.encode().hex()}"
     array = np.asarray(value)

@@ -7,6 +7,7 @@ import numpy as np
 
 from handlers.arrays import ONE, SCALAR, SOURCES, floats, tiles
 from handlers.calls import BF16, E4M3, E5M2, F16, F32, S32, U16, U32, Buffer, Call
+from handlers.chain_contracts import chain
 from handlers.generation_contracts import cached_attention
 from handlers.product_contracts import few_rows, gemm, grouped, weight_gradient
 
@@ -33,7 +34,7 @@ def contracts() -> dict[str, list[Call]]:
         norm,
         norm_by_tile,
     )
-    makers += (norm_backward, cached_attention, cross_entropy, update_state, adam, few_rows, grouped, gemm)
+    makers += (norm_backward, cached_attention, chain, cross_entropy, update_state, adam, few_rows, grouped, gemm)
     makers += (weight_gradient,)
     for maker in makers:
         for call in maker():

@@ -8,7 +8,8 @@
 //                 `offset` bytes after an address divisible by 256; a result with an alias lies where that operand
 //                 does; the content is -1 for any, 0 for zeros, a number that random bytes are made of, or x and bytes
 //                 in hex
-//     attribute   <name> <s: scalar, v: array, t: string> <dtype> <count> <bytes in hex, after an x>
+//     attribute   <name> <s: scalar, v: array, t: string, d: dict> <dtype> <count> <bytes in hex, after an x>
+//                 behind a dict <attributes> {attribute}, those in it
 //
 // and writes a line for each: "ok", or "error <stage> <code> <message>"; or what no handler may do: "exception",
 // "kernel" for a kernel of tests/emulation that did what no kernel may, "changed" for an operand that was written.
@@ -169,6 +170,8 @@ std::vector<std::unique_ptr<Array>> read_arrays(const std::vector<std::unique_pt
   return arrays;
 }
 
+struct Attributes;
+
 struct Attribute {
   std::string name;
   XLA_FFI_ByteSpan span;
@@ -177,17 +180,39 @@ struct Attribute {
   XLA_FFI_Scalar scalar;
   XLA_FFI_Array array;
   XLA_FFI_ByteSpan text;
+  std::unique_ptr<Attributes> inside;
 
-  void* value() {
-    if (type == XLA_FFI_AttrType_SCALAR) return &scalar;
-    return type == XLA_FFI_AttrType_ARRAY ? static_cast<void*>(&array) : &text;
+  void* value();
+};
+
+struct Attributes {
+  std::vector<std::unique_ptr<Attribute>> all;
+  std::vector<void*> values;
+  std::vector<XLA_FFI_ByteSpan*> names;
+  std::vector<XLA_FFI_AttrType> types;
+  XLA_FFI_Attrs attrs;
+
+  void add(std::unique_ptr<Attribute> attribute) {
+    values.push_back(attribute->value());
+    names.push_back(&attribute->span);
+    types.push_back(attribute->type);
+    all.push_back(std::move(attribute));
+    attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(all.size()), types.data(), names.data(),
+             values.data()};
   }
 };
 
-std::vector<std::unique_ptr<Attribute>> read_attributes() {
-  std::vector<std::unique_ptr<Attribute>> attributes(next<size_t>());
-  for (auto& attribute : attributes) {
-    attribute = std::make_unique<Attribute>();
+void* Attribute::value() {
+  if (type == XLA_FFI_AttrType_DICTIONARY) return &inside->attrs;
+  if (type == XLA_FFI_AttrType_SCALAR) return &scalar;
+  return type == XLA_FFI_AttrType_ARRAY ? static_cast<void*>(&array) : &text;
+}
+
+std::unique_ptr<Attributes> read_attributes() {
+  auto attributes = std::make_unique<Attributes>();
+  attributes->attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 0, nullptr, nullptr, nullptr};
+  for (size_t left = next<size_t>(); left > 0; --left) {
+    auto attribute = std::make_unique<Attribute>();
     attribute->name = next<std::string>();
     attribute->span = {attribute->name.data(), attribute->name.size()};
     const char kind = next<char>();
@@ -197,10 +222,13 @@ std::vector<std::unique_ptr<Attribute>> read_attributes() {
     Bytes& bytes = attribute->bytes;
     attribute->type = kind == 's'   ? XLA_FFI_AttrType_SCALAR
                       : kind == 'v' ? XLA_FFI_AttrType_ARRAY
+                      : kind == 'd' ? XLA_FFI_AttrType_DICTIONARY
                                     : XLA_FFI_AttrType_STRING;
     attribute->scalar = {dtype, bytes.data()};
     attribute->array = {dtype, count, bytes.data()};
     attribute->text = {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+    if (kind == 'd') attribute->inside = read_attributes();
+    attributes->add(std::move(attribute));
   }
   return attributes;
 }
@@ -210,7 +238,7 @@ std::vector<std::unique_ptr<Attribute>> read_attributes() {
 struct Call {
   const Target* target;
   std::vector<std::unique_ptr<Array>> operands, results;
-  std::vector<std::unique_ptr<Attribute>> attributes;
+  std::unique_ptr<Attributes> attributes;
   std::string outcome = "ok";
 
   // Whether the next stage may follow.
@@ -221,17 +249,10 @@ bool Call::run(const char* stage_name, XLA_FFI_ExecutionStage stage, XLA_FFI_Han
   if (handler == nullptr) return true;  // most targets have one stage
   static const XLA_FFI_Api api = make_api();
   const bool has_arrays = stage != XLA_FFI_ExecutionStage_INSTANTIATE;
-  std::vector<void*> args, rets, attrs;
-  std::vector<XLA_FFI_ByteSpan*> names;
-  std::vector<XLA_FFI_AttrType> types;
+  std::vector<void*> args, rets;
   if (has_arrays) {
     for (auto& operand : operands) args.push_back(&operand->buffer);
     for (auto& result : results) rets.push_back(&result->buffer);
-  }
-  for (auto& attribute : attributes) {
-    attrs.push_back(attribute->value());
-    names.push_back(&attribute->span);
-    types.push_back(attribute->type);
   }
   std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
   std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
@@ -241,8 +262,7 @@ bool Call::run(const char* stage_name, XLA_FFI_ExecutionStage stage, XLA_FFI_Han
   frame.stage = stage;
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()), arg_types.data(), args.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()), ret_types.data(), rets.data()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(attrs.size()), types.data(), names.data(),
-                 attrs.data()};
+  frame.attrs = attributes->attrs;
   std::unique_ptr<XLA_FFI_Error> error(handler(&frame));
   if (emulation::failed()) {
     outcome = std::string("kernel ") + emulation_failure();

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -38,7 +38,7 @@ TEXTS = ("", "1d2d", "float8_e4m3", "gelu ", "é", "x" * 300)
 
 MOST_ELEMENTS = 2**42  # of a buffer, as csrc/sizes.h has it
 # Targets with an operand of any shape.
-ANY_SHAPE = ("jax_fp8_amax", "jax_fp8_update_state", "jax_fp8_gemm")
+ANY_SHAPE = ("jax_fp8_amax", "jax_fp8_chain", "jax_fp8_update_state", "jax_fp8_gemm")
 
 # The description of a change, and the changed call.
 Mutation = tuple[str, Call]
@@ -141,6 +141,10 @@ def _other_values(value):
         yield from TEXTS
     elif isinstance(value, np.ndarray):
         yield from _other_lists(value)
+    elif isinstance(value, Mapping):
+        for name, inside in value.items():
+            yield {other: kept for other, kept in value.items() if other != name}
+            yield from ({**value, name: other} for other in _other_values(inside))
     elif isinstance(value, np.integer):
         limits = np.iinfo(value.dtype)
         yield from (value.dtype.type(number) for number in INTEGERS if limits.min <= number <= limits.max)
@@ -151,7 +155,7 @@ def _other_values(value):
 def _other_lists(value):
     yield from (value[:0], value[:-1], np.append(value, value.dtype.type(0)), value.astype(np.int64), value[::-1])
     limits = np.iinfo(value.dtype)
-    for place in range(min(len(value), 3)):
+    for place in sorted({*range(min(len(value), 3)), *range(0, len(value), 7)})[:16]:
         for number in (*INTEGERS, 2, 3, 32, 48, 64, 256):
             if limits.min <= number <= limits.max:
                 changed = value.copy()

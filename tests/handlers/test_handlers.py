@@ -70,13 +70,26 @@ def is_a_sentence(message: str) -> bool:
 
 def test_every_target_has_right_calls():
     names = (CSRC / "module.cc").read_text().count('table["jax_fp8_') - 2  # two states have a row of their own
-    assert set(CONTRACTS) == set(targets()) and len(targets()) == names == 27
-    assert sum(len(stages) for stages in targets().values()) == 31  # handlers
+    assert set(CONTRACTS) == set(targets()) and len(targets()) == names == 28
+    assert sum(len(stages) for stages in targets().values()) == 32  # handlers
 
 
 def test_right_calls_are_taken():
     calls = [call for target, found in CONTRACTS.items() if operation_of(target) in FEW for call in found]
     assert set(run(build(FEW), calls)) == {"ok"}
+
+
+def test_chains_call_their_links():
+    calls = CONTRACTS["jax_fp8_chain"]
+    assert set(run(build({"chain"}), calls)) == {"ok"}
+    two = calls[1]
+    without_norm = {name: value for name, value in two.attributes["link_0000"].items() if name != "norm"}
+    wrong = [two.having(targets="jax_fp8_few_rows_gemm jax_fp8_adam"), two.having(targets="jax_fp8_few_rows_gemm")]
+    wrong.append(two.having(link_0000=without_norm))
+    told = [message_of(outcome) for outcome in run(build({"chain"}), wrong)]
+    assert told[0] == "jax_fp8_chain: targets must be kernels that can be links, got jax_fp8_adam"
+    assert told[1] == "jax_fp8_chain: arrays must end with the last link"
+    assert "Wrong number of attributes" in told[2], "the link's own handler refuses"
 
 
 def shared(*places: tuple[int, int], cols: int = 48) -> Call:
@@ -215,6 +228,12 @@ MISTAKES = {
         "jax_fp8_grouped_gemm",
     ),
     "no address": (("ffi.h", "if (!placed)", "if (false)"), "jax_fp8_amax"),
+    "a part of any length": (
+        ("chain.cc", "if (!lies_within(first, bytes, all))", "if (!lies_within(first, 0, all))"),
+        "jax_fp8_chain",
+    ),
+    "an operand that there is not": (("chain.cc", "index < list.size()", "true"), "jax_fp8_chain"),
+    "dims behind the last number": (("chain.cc", "if (!numbers.has(rank))", "if (false)"), "jax_fp8_chain"),
     "an element past the end": (("scale_source_ffi.h", "rule.row < count_of(source)", "true"), "jax_fp8_quantize"),
 }
 

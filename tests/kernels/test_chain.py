@@ -1,0 +1,277 @@
+"""Chains of kernels compute what the kernels do one after another.
+
+No kernel runs here. In their place stands a function of all bytes that a kernel reads and of its attributes, so that a
+wrong wire, a wrong part of an array or a wrong attribute changes every number that follows.
+"""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Literal
+
+import jax_fp8 as fp8
+from jax_fp8.jaxprs.equations import array_of
+from jax_fp8.jaxprs.flat import flat_program, run_equation
+from jax_fp8.kernels import chain
+from jax_fp8.kernels.chain import DTYPES, LINKS, TARGET, chained
+from jax_fp8.kernels.few_rows import for_devices
+from jax_fp8.models.reader import Reader
+
+NAMES = {number: jnp.dtype(name) for name, number in DTYPES.items()}
+
+
+def kernel(target, attributes, operands, results):
+    """Fill the results, arrays of bytes, from all operands."""
+    what = repr((target, sorted((name, repr(value)) for name, value in dict(attributes).items())))
+    digest = hashlib.sha256(what.encode() + b"".join(operand.tobytes() for operand in operands)).digest()
+    random = np.random.default_rng(list(digest))
+    for result in results:
+        result[:] = random.integers(0, 56, result.size, np.uint8)  # of which no float has an exponent of NaN
+
+
+def as_bytes(array):
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1).copy()
+
+
+def as_array(data, like):
+    return data.view(like.dtype).reshape(like.shape)
+
+
+def run_kernel(equation, operands):
+    params = equation.params
+    results = [np.zeros(array_of(var).size * array_of(var).dtype.itemsize, np.uint8) for var in equation.outvars]
+    kernel(params["target_name"], params["attributes"], operands, results)
+    return results
+
+
+def run_chain(equation, operands):
+    """As csrc/chain.cc reads its attributes. Operands and results that are aliased share their memory."""
+    attributes = {name: getattr(value, "val", value) for name, value in equation.params["attributes"]}
+    results = [np.zeros(array_of(var).size * array_of(var).dtype.itemsize, np.uint8) for var in equation.outvars]
+    for operand, result in equation.params["input_output_aliases"]:
+        assert operands[operand].size == results[result].size
+        results[result] = operands[operand]
+    numbers = iter(attributes["arrays"].tolist())
+
+    def part():
+        number, first, dtype, rank = (next(numbers) for _ in range(4))
+        size = int(np.prod([next(numbers) for _ in range(rank)], dtype=np.int64)) * NAMES[dtype].itemsize
+        whole = operands[number] if number >= 0 else results[-1 - number]
+        assert 0 <= first <= first + size <= whole.size
+        return whole[first : first + size]
+
+    for number, target in enumerate(attributes["targets"].split()):
+        counts = next(numbers), next(numbers)
+        reads, writes = ([part() for _ in range(count)] for count in counts)
+        kernel(target, dict(attributes[f"link_{number:04}"]).items(), [read.copy() for read in reads], writes)
+    assert next(numbers, None) is None
+    return results
+
+
+def run(program, arrays):
+    """The results of a flat program, and which calls it made."""
+    values = dict(zip(program.jaxpr.invars, arrays, strict=True)) | dict(
+        zip(program.jaxpr.constvars, program.consts, strict=True)
+    )
+    calls = []
+    for equation in program.jaxpr.eqns:
+        if equation.primitive.name != "ffi_call":
+            run_equation(program.jaxpr, equation, values)
+            continue
+        target = equation.params["target_name"]
+        calls.append(target)
+        read = [atom.val if isinstance(atom, Literal) else values[atom] for atom in equation.invars]
+        results = (run_chain if target == TARGET else run_kernel)(equation, [as_bytes(array) for array in read])
+        values |= {var: as_array(data, array_of(var)) for var, data in zip(equation.outvars, results, strict=True)}
+    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in program.jaxpr.outvars], calls
+
+
+def both(function, *arrays):
+    """The calls of a function on a GPU with kernels in chains, which must compute the same as without."""
+    arrays = [*map(np.asarray, arrays)]
+    program = jax.make_jaxpr(function)(*arrays)
+    in_chains = jax.make_jaxpr(chain._in_chains(program))(*arrays)
+    expected, one_by_one = run(flat_program(program, "cuda"), arrays)
+    found, calls = run(in_chains, arrays)
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(as_bytes(one), as_bytes(other))
+    linked = sum(len(_links(equation)) for equation in in_chains.jaxpr.eqns)
+    assert linked + len(calls) - calls.count(TARGET) == len(one_by_one), "each kernel runs once"
+    return calls
+
+
+def _links(equation):
+    if equation.params.get("target_name") != TARGET:
+        return []
+    return dict(equation.params["attributes"])["targets"].split()
+
+
+def link(*operands, shape=None, count=1, target=LINKS[0], aliases=None, **attributes):
+    first = operands[0]
+    results = [jax.ShapeDtypeStruct(shape or first.shape, first.dtype)] * count
+    found = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **attributes)
+    return found if count > 1 else found[0]
+
+
+X = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+def test_kernels_one_after_another_are_one_call():
+    assert both(lambda x: link(link(link(x), target=LINKS[1]), x, number=np.int32(3)), X) == [TARGET]
+    assert both(lambda x: link(x), X) == [LINKS[0]], "one kernel needs no chain"
+    assert both(lambda x: x + 1, X) == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda y: y.reshape(3, 8),
+        lambda y: y[1:3],
+        lambda y: y[2:3, 1:4],
+        lambda y: y.reshape(-1)[5:11],
+        lambda y: jnp.squeeze(y[1:2], 0),
+        lambda y: y[None, :, None],
+        lambda y: jnp.split(y, [1, 3])[1],
+        lambda y: lax.broadcast_in_dim(y, (1, 4, 6), (1, 2)),
+    ],
+    ids=["reshaped", "rows", "part of a row", "elements", "squeezed", "more dims", "split", "a dim in front"],
+)
+def test_a_contiguous_part_stays_in_the_chain(part):
+    assert both(lambda x: link(link(part(link(x))), x), X) == [TARGET]
+    assert both(lambda x: (link(link(part(link(x)))), part(link(x)) * 2), X).count(TARGET) == 1
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [lambda y: y.T, lambda y: y[:, 1:3], lambda y: y[::2], lambda y: y + 1, lambda y: y.astype(jnp.bfloat16),
+     lambda y: jnp.broadcast_to(y, (2, 4, 6)), lambda y: jnp.split(y, 2, axis=1)[0]],
+    ids=["transposed", "columns", "every second row", "computed", "of another dtype", "repeated", "split columns"],
+)  # fmt: skip
+def test_what_moves_or_computes_ends_the_chain(moved):
+    assert both(lambda x: link(link(moved(link(link(x))))), X) == [TARGET, TARGET]
+
+
+def test_what_no_kernel_needs_waits():
+    """Sums beside the kernels end no chain, and neither do those of which nothing comes."""
+
+    def function(x):
+        first = link(x)
+        beside = jnp.sin(first)
+        second = link(first)
+        unused = jnp.cos(second) + beside
+        return link(second, jnp.ones(3)), beside, unused[0] * 0
+
+    assert both(function, X) == [TARGET]
+
+
+def test_a_kernel_before_a_sum_that_needs_it_goes_into_the_first_chain():
+    def function(x, y):
+        summed = link(link(x)) + 1
+        return link(link(summed), y), link(link(y))
+
+    assert both(function, X, X + 1) == [TARGET, TARGET]
+    program = jax.make_jaxpr(chain._in_chains(jax.make_jaxpr(function)(X, X)))(X, X)
+    assert [len(_links(equation)) for equation in program.jaxpr.eqns if _links(equation)] == [4, 2]
+
+
+def test_arrays_that_are_updated_in_place():
+    update = {"count": 2, "aliases": {1: 1}}
+
+    def once(x, cache):
+        y, cache = link(link(x), cache, **update)
+        return link(y), cache
+
+    assert both(once, X, X + 1) == [TARGET]
+    program = jax.make_jaxpr(chain._in_chains(jax.make_jaxpr(once)(X, X)))(X, X)
+    (aliases,) = (equation.params["input_output_aliases"] for equation in program.jaxpr.eqns)
+    assert len(aliases) == 1
+
+    def read_before(x, cache):
+        return once(link(x, cache), cache)
+
+    def read_later(x, cache):
+        y, updated = once(x, cache)
+        return link(y, cache.reshape(6, 4)), updated
+
+    def updated_twice(x, cache):
+        return once(*once(x, cache))
+
+    def two_of_one(x, cache):
+        first, second = once(x, cache), once(x + 1, cache)
+        return link(first[0], second[0]), first[1], second[1]
+
+    def both_of_one_kernel(x, cache):
+        return link(link(x), cache, cache, count=3, aliases={1: 1, 2: 2})
+
+    assert both(read_before, X, X + 1) == [TARGET]
+    assert both(read_later, X, X + 1).count(TARGET) == 1, "the old array is read behind the chain"
+    assert both(updated_twice, X, X + 1) == [TARGET, TARGET]
+    both(two_of_one, X, X + 1)
+    assert both(both_of_one_kernel, X, X + 1) == [TARGET]
+
+
+LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "num_kv_heads": 1, "use_bias": False}
+DELAYED = fp8.DelayedScaling(amax_history_len=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "recipe", "batch"),
+    [({}, DELAYED, 1), ({}, fp8.CurrentScaling(), 2), (LLAMA, DELAYED, 8), ({}, DELAYED, 16)],
+    ids=["gpt", "current", "llama", "many rows"],
+)
+def test_a_token_is_one_call(fields, recipe, batch, with_kernels):
+    """All that is between the first GEMM of the first layer and the last one of the last layer."""
+    config = fp8.GPTConfig(vocab_size=32, num_layers=3, num_heads=2, hidden_size=32, max_seq_len=32, **fields)
+    model, tokens = fp8.GPT(config, recipe=recipe), jnp.zeros((batch, 1), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    reader = jax.eval_shape(lambda variables: Reader.for_prompts(model, variables, jnp.full(batch, 16), 16), variables)
+    caches = jax.eval_shape(lambda reader: reader.empty_caches(8), reader)
+    leaves, tree = jax.tree.flatten((reader, tokens, caches, jnp.int32(1)))
+    random = np.random.default_rng(0)
+    arrays = [as_array(random.integers(0, 20, leaf.size * leaf.dtype.itemsize, np.uint8), leaf) for leaf in leaves]
+
+    def read(*arrays):
+        reader, *others = tree.unflatten(arrays)
+        return reader.read(*others)
+
+    assert both(read, *arrays) == [TARGET]
+
+
+def test_where_there_are_no_chains(monkeypatch, with_kernels):
+    def names(function):
+        return [equation.primitive.name for equation in jax.make_jaxpr(function)(X).jaxpr.eqns]
+
+    def function(x):
+        return jnp.sin(jnp.cos(x))
+
+    assert names(chained(function)) == ["cos", "sin"], "not chosen"
+    monkeypatch.setattr(chain, "CHOSEN", True)
+    assert names(for_devices(2, chained(function))) == ["cos", "sin"]
+    assert names(chained(function))[-1] == "cond"
+    tree = {"a": X, "b": (X + 1, 2.0)}
+    found = jax.jit(chained(lambda tree: {"c": tree["a"] + tree["b"][0], "d": [tree["b"][1]]}))(tree)
+    assert np.array_equal(found["c"], 2 * X + 1) and found["d"][0] == 2.0
+
+
+MISTAKES = {
+    "a part at the first byte": ("_slice", lambda shape, cuts, item: [0 for _ in cuts]),
+    "columns as if they were contiguous": (
+        "_slice",
+        lambda shape, cuts, item: [
+            sum(int(start) * int(np.prod(shape[dim + 1 :])) * item for dim, start in enumerate(starts))
+            for starts, _ in cuts
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake, monkeypatch):
+    monkeypatch.setattr(chain, *MISTAKES[mistake])
+    with pytest.raises(AssertionError):
+        both(lambda x: link(link(link(x)[1:3, 1:3])), X)
+        both(lambda x: link(link(link(x)[1:3])), X)

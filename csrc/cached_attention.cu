@@ -102,6 +102,7 @@ cudaError_t launch_of(const CachedAttentionArguments& arguments, cudaStream_t st
                  capped ? arguments.logit_cap * kLog2E : 0.0f},
       .tiles = 1,
       .log2_blocks = 0,
+      .follows = Following::current(),
   };
   const int64_t heads = sizes.batch * sizes.kv_heads;
   if (sizes.head_dim <= 64) return launch<C, T, 64>(call, heads, stream);

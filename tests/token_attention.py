@@ -15,12 +15,23 @@ extern "C" int cached_attention(const void* query, const void* key, const void* 
                                 const int32_t* lengths, const int32_t* step, const float* cos, const float* sin,
                                 void* attended, int64_t batch, int64_t kv_heads, int64_t queries, int64_t head_dim,
                                 int64_t slots, int64_t prompt_slots, int64_t pairs, int64_t window, double scale,
-                                double logit_cap) {
-  return launch_cached_attention({query, key, value, static_cast<SourceType>(type), is_fp8 != 0, keys, values,
-                                  key_scales, value_scales, lengths, step, cos, sin, attended,
-                                  {batch, kv_heads, queries, head_dim, slots, prompt_slots, pairs},
-                                  static_cast<int32_t>(window), static_cast<float>(scale),
-                                  static_cast<float>(logit_cap)}, nullptr);
+                                double logit_cap, int64_t follows, int64_t row_bytes, uint8_t* times_asked) {
+  const Following following(follows != 0);
+  const int status = launch_cached_attention(
+      {query, key, value, static_cast<SourceType>(type), is_fp8 != 0, keys, values, key_scales, value_scales, lengths,
+       step, cos, sin, attended, {batch, kv_heads, queries, head_dim, slots, prompt_slots, pairs},
+       static_cast<int32_t>(window), static_cast<float>(scale), static_cast<float>(logit_cap)},
+      nullptr);
+  // How often each key, and then each value, was asked for.
+  const auto* const first_key = static_cast<const uint8_t*>(keys);
+  const auto* const first_value = static_cast<const uint8_t*>(values);
+  const int64_t rows = batch * kv_heads * slots;
+  for (const auto& piece : emulation::prefetched()) {
+    const bool is_key = piece.first >= first_key && piece.first < first_key + rows * row_bytes;
+    const int64_t row = is_key ? (piece.first - first_key) / row_bytes : rows + (piece.first - first_value) / row_bytes;
+    for (size_t i = 0; i < piece.bytes / row_bytes; ++i) ++times_asked[row + i];
+  }
+  return status;
 }
 """
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
@@ -40,26 +51,31 @@ ONLY_128 = (
 FEW_KERNELS, FLOAT_KERNELS = (*ONLY_BFLOAT16, *ONLY_128), (*ONLY_FLOAT, *ONLY_128)
 
 
-def run(problem, changes=(), *, follows=False):
+def run(problem, changes=(), *, follows=False, asked=None):
     """The result, keys, values and, of FP8, their scales. With `follows` the kernel before may still use all arrays but
-    lengths and step.
+    lengths and step, and those of earlier tokens. `asked` [2, batch, kv_heads, slots] counts how often the kernel has
+    asked for each key and value.
     """
     late = Late if follows else (lambda array: array)
     batch, kv_heads, group, head_dim = problem.query.shape
-    scales = [None, None] if problem.scales is None else [late(InPlace(array)) for array in problem.scales]
+    scales = [None, None] if problem.scales is None else [InPlace(array) for array in problem.scales]
     pairs = 0 if problem.rotary is None else problem.rotary[0].shape[1]
     attended = late(Result(problem.query.shape, problem.query.dtype))
+    times_asked = np.zeros((2, *problem.keys.shape[:3]), np.uint8)
     new_token = map(late, (problem.query, problem.key, problem.value))
     keys, values, *found = compile_for_cpu("cached_attention.cu", ENTRY, tuple(changes)).call(
         "cached_attention",
         *(*new_token, SOURCES.index(problem.query.dtype), int(bool(problem.scales))),
-        *(late(InPlace(problem.keys)), late(InPlace(problem.values)), *scales),
+        *(InPlace(problem.keys), InPlace(problem.values), *scales),
         *(problem.lengths, np.int32(problem.step)[None]),
         *(problem.rotary or (None, None)),
         *(attended, batch, kv_heads, group, head_dim, problem.keys.shape[2], problem.prompt_slots, pairs),
         *(problem.window, float(problem.scale), float(problem.logit_cap)),
+        *(follows, head_dim * problem.keys.dtype.itemsize, InPlace(times_asked)),
     )
-    return found[-1], keys, values, *found[:-1]
+    if asked is not None:
+        asked[:] = found[-1]
+    return found[-2], keys, values, *found[:-2]
 
 
 def with_scales(logits, exponents, own=0, **how):

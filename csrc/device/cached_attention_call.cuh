@@ -64,6 +64,7 @@ struct Call {
   Logits logits;
   int tiles;        // of kHeads queries, in which the queries of a key head are
   int log2_blocks;  // of a tile: the cluster
+  bool follows;     // whether the kernels that make the new token may still run; lengths and step are there
 
   __device__ int blocks() const { return 1 << log2_blocks; }
 };

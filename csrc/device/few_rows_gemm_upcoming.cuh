@@ -7,18 +7,9 @@
 #include <cstdint>
 
 #include "../few_rows_gemm.h"
+#include "prefetch.cuh"
 
 namespace jax_fp8::few_rows_gemm {
-
-// Before compute capability 9.0 there is no such instruction, and nothing is asked for.
-__device__ inline void ask_for(const uint8_t* first, int64_t bytes) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-               :
-               : "l"(first), "r"(static_cast<uint32_t>(bytes))
-               : "memory");
-#endif
-}
 
 // All threads of the grid share the rows.
 __device__ inline void ask_for_upcoming(const Operands& operands) {

@@ -116,7 +116,9 @@ def prepare_reference(
 
 @dataclass(frozen=True)
 class Around:
-    """What is around a product, and which operands it has. `norm`, `activation`: or ""; `upcoming`: how many."""
+    """What is around a product, and which operands it has. `norm`, `activation`: or ""; `upcoming`: how many, of which
+    `upcoming_bytes` are asked for.
+    """
 
     dtype: np.dtype
     has_bias: bool
@@ -128,6 +130,7 @@ class Around:
     activation: str
     widths: tuple[int, ...]
     upcoming: int = 0
+    upcoming_bytes: int = 0
 
     @property
     def gated(self) -> bool:

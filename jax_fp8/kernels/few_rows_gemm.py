@@ -195,7 +195,7 @@ def call_few_rows(
         second_part=np.int64(around.part_starts[0] if around else 0),
         third_part=np.int64(around.part_starts[1] if around else 0),
         upcoming=np.int32(around.upcoming if around else 0),
-        upcoming_bytes=np.int64(UPCOMING_BYTES),
+        upcoming_bytes=np.int64(around.upcoming_bytes if around else 0),
     )
 
 

@@ -20,6 +20,7 @@ from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.types import PyTree
+from jax_fp8.kernels import few_rows_gemm
 from jax_fp8.kernels.activation import activate, is_gated
 from jax_fp8.kernels.casting import tile_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule
@@ -75,6 +76,7 @@ def multiply_prepared(
         activation=activation or "",
         widths=widths,
         upcoming=len(upcoming),
+        upcoming_bytes=few_rows_gemm.UPCOMING_BYTES if upcoming else 0,
     )
     values = a.x if isinstance(a, FewRows) else a.values if isinstance(a, Fp8Array) else a
     source = cast.source if cast else a.scale if isinstance(a, Fp8Array) else jnp.float32(1)

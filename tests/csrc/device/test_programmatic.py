@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from emulation import EmulationError, planted
 from few_rows import F32, Product
-from new_tokens import check, make
+from new_tokens import check, is_seen, make
 from prepared_rows import PreparedProduct
-from token_attention import E4M3, FEW_KERNELS, run
+from token_attention import E4M3, FEW_KERNELS, FEW_SLOTS, run
 
 PRODUCTS = {
     "cast": lambda: PreparedProduct(3, 48, 272, d=F32, bias=True, c=True, alpha=0.5),
@@ -41,19 +41,49 @@ def test_it_may_be_written_over_its_addend():
 CASES = {
     "bfloat16": {"group": 4, "head_dim": 128, "slots": 200, "prompt_slots": 150, "step": 30, "pairs": 8},
     "FP8": {"cache": E4M3, "group": 1, "head_dim": 64, "slots": 200, "prompt_slots": 150, "step": 45},
+    "a window": {"window": 12, "step": 4, "lengths": [24, 9], "kv_heads": 2},
+    "short rows": {"cache": E4M3, "head_dim": 24, "kv_heads": 2},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_attention_waits(case):
+@pytest.mark.parametrize("changes", [(), FEW_SLOTS], ids=["one block", "a cluster"])
+def test_attention_waits_and_asks_for_earlier_tokens(case, changes):
     problem = make(**CASES[case])
-    check(problem, run(problem, follows=True))
+    asked = np.zeros((2, *problem.keys.shape[:3]), np.uint8)
+    check(problem, run(problem, changes, follows=True, asked=asked))
+    seen = is_seen(problem)
+    seen[:, problem.own] = False
+    asks = problem.keys[0, 0, 0].nbytes % 16 == 0
+    assert np.array_equal(asked, np.broadcast_to(seen[None, :, None] & asks, asked.shape))
 
 
-def test_attention_that_does_not_wait_is_noticed():
-    change = ("device/cached_attention.cuh", "  wait_for_kernels_before();\n", "")
-    with pytest.raises(EmulationError, match="memory that it must not"):
-        run(make(**CASES["bfloat16"]), (change, *FEW_KERNELS), follows=True)
+def test_attention_that_follows_nothing_asks_for_nothing():
+    problem = make(**CASES["FP8"])
+    asked = np.ones((2, *problem.keys.shape[:3]), np.uint8)
+    run(problem, asked=asked)
+    assert not asked.any()
+
+
+EARLY = "device/cached_attention_early.cuh"
+OF_ATTENTION = {
+    "no wait": ("device/cached_attention.cuh", "  wait_for_kernels_before();\n", ""),
+    "slots of unseen tokens": (EARLY, "seen.from_first(from)", "from"),
+    "keys alone": (EARLY, "thread >= 4", "thread >= 2"),
+    "the prompt alone": (EARLY, "is_new ? end : min(end, seen.prompt)", "min(end, seen.prompt)"),
+    "a slot too many": (EARLY, "min(to - from,", "min(to - from + 1,"),
+    "slots of the first head": (EARLY, "int64_t{part.head} *", "int64_t{0} *"),
+}
+
+
+@pytest.mark.parametrize("mistake", planted(OF_ATTENTION))
+def test_a_mistake_of_attention_is_noticed(mistake):
+    problem = make(**CASES["bfloat16"])
+    asked = np.zeros((2, *problem.keys.shape[:3]), np.uint8)
+    with pytest.raises((AssertionError, EmulationError)):
+        check(problem, run(problem, (OF_ATTENTION[mistake], *FEW_KERNELS), follows=True, asked=asked))
+        assert np.array_equal(asked.astype(bool)[0, :, 0], is_seen(problem) & (np.arange(200) != problem.own))
+        assert np.array_equal(asked[0], asked[1])
 
 
 KERNEL = "device/few_rows_gemm.cuh"

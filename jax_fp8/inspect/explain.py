@@ -16,6 +16,7 @@ from jax_fp8.inspect.matrix_product import MatrixProduct, kinds
 from jax_fp8.inspect.written_collectives import WrittenCollective, shaped, table, written
 from jax_fp8.jaxprs.equations import inner_jaxprs, turns
 from jax_fp8.kernels import dispatch, extension, few_rows_gemm, grouped_gemm, weight_gradient
+from jax_fp8.kernels.chain import in_calls_of_their_own
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.passes import PLAIN_SCOPE
@@ -116,7 +117,8 @@ def explain(fn: Callable, *args: PyTree, strict: bool = False) -> Explanation:
       >>> [(product.layer, product.shape, product.is_fp8) for product in products]
       [('Dense/fprop', '(2, 16) · (16, 32)', True)]
     """
-    jaxpr = traced(fn, *args)
+    with in_calls_of_their_own(True):
+        jaxpr = traced(fn, *args)
     gemms = Explanation((_matrix_product(*product) for product in products(jaxpr)), written(jaxpr))
     if strict:
         _check_kernels_run(gemms)

@@ -43,6 +43,8 @@ LINKS = (
 )
 # Whether text generation chains the kernels of a token. It has not run on a GPU yet.
 CHOSEN = False
+# For what looks at the kernels of a program: none is traced in a chain.
+in_calls_of_their_own = jax.make_user_context(default_value=False)
 
 
 def chained(function: Callable) -> Callable:
@@ -52,7 +54,7 @@ def chained(function: Callable) -> Callable:
     """
 
     def traced(*trees: PyTree) -> PyTree:
-        if not CHOSEN or not is_alone() or not kernels_run():
+        if not CHOSEN or in_calls_of_their_own.value or not is_alone() or not kernels_run():
             return function(*trees)
         arrays, tree = jax.tree.flatten(trees)
         program, shapes = jax.make_jaxpr(lambda *leaves: function(*tree.unflatten(leaves)), return_shape=True)(*arrays)

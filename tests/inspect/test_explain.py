@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.inspect.matrix_product import kinds
-from jax_fp8.kernels import dispatch, extension, few_rows_gemm
+from jax_fp8.kernels import chain, dispatch, extension, few_rows_gemm
 
 # Which test gets this warning, said once a process, depends on their order.
 pytestmark = pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
@@ -50,6 +50,21 @@ def test_products_of_few_rows_say_their_kernel(with_kernels, monkeypatch):
     found = [fp8.explain(module.apply, variables, jnp.concatenate([X] * times)) for times in (1, 2)]
     assert [[gemm.target for gemm in gemms] for gemms in found] == [["jax_fp8_few_rows_gemm"], ["jax_fp8_gemm"]]
     assert "FP8 weights by the kernel for few rows" in str(found[0])
+
+
+@pytest.mark.skipif(not extension.built(), reason="the extension has no kernels")
+def test_products_in_chains_are_found(with_kernels, monkeypatch):
+    model = fp8.GPT(fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64))
+    prompt = jnp.ones((2, 16), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), prompt)
+    shapes = []
+    for chains in (False, True):
+        monkeypatch.setattr(chain, "CHOSEN", chains)
+        write = jax.jit(lambda variables: fp8.generate(model, variables, prompt, max_new_tokens=4))
+        shapes.append([(gemm.layer, gemm.shape, gemm.target) for gemm in fp8.explain(write, variables)])
+    assert shapes[0] == shapes[1]
+    assert sum(target == few_rows_gemm.TARGET for _, _, target in shapes[1]) == 2 * 4
+    assert chain.TARGET in str(jax.make_jaxpr(write)(variables)), "which it would miss"
 
 
 @pytest.mark.parametrize("head_recipe", [None, fp8.CurrentScaling()], ids=["bf16", "fp8"])

@@ -53,6 +53,7 @@ class Product {
       preparer_.fetch_rows();
     } else {
       for (int phase = 0; phase < ahead_; ++phase) activations_.fetch_phase(phase, phase);
+      if (has_early_weights()) end_batch();
     }
     if (!has_early_weights()) fetch_weights_of(0, is_prepared() ? kFirst : kStages);
   }
@@ -69,6 +70,8 @@ class Product {
       __syncthreads();
       preparer_.make(activations_.slot(0), arguments_.layout.phase_row);
       if (!has_early_weights()) fetch_weights_of(kFirst, kStages);
+    } else if (has_early_weights()) {
+      wait_for_all_but<0>();
     }
     const int last_fetch = max(0, course.steps - kStages - 1);
     int phase = 0;
@@ -109,7 +112,7 @@ class Product {
   __device__ bool is_prepared() const { return kRowGroups == 1 && arguments_.course.prepares; }
 
   // Weights that were asked for before the activations were there.
-  __device__ bool has_early_weights() const { return is_prepared() && arguments_.follows; }
+  __device__ bool has_early_weights() const { return arguments_.follows; }
 
   __device__ float square_scale(int step) const {
     if constexpr (kScaling == Scaling::kOne) return 1.0f;

@@ -18,6 +18,7 @@ PRODUCTS = {
     "a norm in a cluster": lambda: PreparedProduct(3, 64, 656, norm="layernorm", config=42102),
     "gates": lambda: PreparedProduct(5, 160, 272, norm="rmsnorm", activation="swiglu", bias=True),
     "rows as they are": lambda: Product(3, 48, 400, d=F32, bias=True, c=True, integers=True),
+    "phases": lambda: Product(9, 16, 2064, "bfloat16, 2d", config=311102, d=F32, integers=True),
     "many rows by tile": lambda: Product(35, 64, 1040, "1d2d", config=112202, d=F32, c=True, integers=True),
 }
 
@@ -99,6 +100,9 @@ MISTAKES = {
     "weights asked for twice": ("a ring that goes round", KERNEL,
         "if (!has_early_weights()) fetch_weights_of(kFirst, kStages);",
         "fetch_weights_of(kFirst + kStages, 2 * kStages);"),
+    "no wait for rows as they are": ("rows as they are", KERNEL,
+        "    } else if (has_early_weights()) {\n      wait_for_all_but<0>();\n", ""),
+    "phases in no batch": ("phases", KERNEL, "      if (has_early_weights()) end_batch();\n", ""),
     "no wait for rows behind the weights": ("a ring that goes round", KERNEL, "wait_for_all_but<0>();",
         "wait_for_all_but<kFirst>();"),
 }  # fmt: skip

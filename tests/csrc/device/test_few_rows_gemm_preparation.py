@@ -81,10 +81,9 @@ KERNEL, WEIGHTS = "device/few_rows_gemm.cuh", "device/few_rows_gemm_weights.cuh"
 PREPARATION, RESULTS = "device/few_rows_gemm_preparation.cuh", "device/few_rows_gemm_results.cuh"
 PLAN = "device/few_rows_gemm_plan.cuh"
 MISTAKES = {
-    "no wait for rows": ("layernorm and cast", KERNEL,
-        "      wait_for_all_but<kEarly>();\n      __syncthreads();\n", "      __syncthreads();\n"),
+    "no wait for rows": ("layernorm and cast", KERNEL, "        wait_for_all_but<kFirst>();\n", ""),
     "no barrier before rows are prepared": ("layernorm and cast", KERNEL,
-        "      wait_for_all_but<kEarly>();\n      __syncthreads();\n", "      wait_for_all_but<kEarly>();\n"),
+        "      __syncthreads();\n      preparer_.make(", "      preparer_.make("),
     "rows of another block's part": ("a cast in a cluster", PREPARATION,
         "first = normalizes ? 0 : first_;", "first = 0;"),
     "the norm of another block's part": ("a norm in a cluster", PREPARATION,
@@ -108,7 +107,7 @@ MISTAKES = {
         "partial[warp] = of_warp;\n    __syncthreads();", "partial[warp] = of_warp;"),
     "sums of the first row": ("two rows of four warps", PREPARATION,
         "other = warp - remainder_of(warp, course.by_sharing) + lane_;", "other = lane_;"),
-    "weights are not asked for again": ("layernorm and cast", KERNEL, "      fetch_weights_of(kEarly, kStages);\n", ""),
+    "weights are not asked for again": ("layernorm and cast", KERNEL, "      if (!has_early_weights()) fetch_weights_of(kFirst, kStages);\n", ""),
     "no activation": ("gelu", RESULTS, "arguments_.problem.activates", "arguments_.problem.gated"),
     "the gate twice": ("swiglu", RESULTS, "add(totals.sums[1], row[place_in_sums(column_of(pair), 1)])",
         "add(totals.sums[1], row[place_in_sums(column_of(pair), 0)])"),

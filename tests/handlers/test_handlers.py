@@ -79,6 +79,7 @@ def test_right_calls_are_taken():
     assert set(run(build(FEW), calls)) == {"ok"}
 
 
+@pytest.mark.slow
 def test_chains_call_their_links():
     calls = CONTRACTS["jax_fp8_chain"]
     assert set(run(build({"chain"}), calls)) == {"ok"}

@@ -175,7 +175,7 @@ def test_build_info_is_what_was_built():
         quantize quantize_transpose quantize_transpose_sums quantize_by_tile quantize_by_tile_sums uninitialized
         transpose activation_quantize activation_quantize_by_tile activation_amax activation_backward_quantize
         activation_backward_quantize_by_tile activation_backward_amax amax adam update_state norm_quantize
-        norm_quantize_by_tile norm_amax norm_backward cached_attention cross_entropy few_rows_gemm grouped_gemm
+        norm_quantize_by_tile norm_amax norm_backward cached_attention chain cross_entropy few_rows_gemm grouped_gemm
         grouped_gemm_weight_gradient gemm weight_gradient
     """.split()
     assert info["targets"] == tuple(f"jax_fp8_{name}" for name in names)

@@ -43,6 +43,7 @@ LINKS = (
 )
 # Whether text generation chains the kernels of a token. It has not run on a GPU yet.
 CHOSEN = False
+ALIGNMENT = 16  # bytes; that the address of an array is a multiple of, as kernels want it
 # For what looks at the kernels of a program: none is traced in a chain.
 in_calls_of_their_own = jax.make_user_context(default_value=False)
 
@@ -110,6 +111,9 @@ class _Plan:
 
     def _add_other(self, equation: JaxprEqn) -> None:
         read, parts = variables(equation.invars), _parts(equation)
+        if parts is not None and read and read[0] in self.places:
+            parts = [self.places[read[0]].offset + part for part in parts]
+            parts = None if any(part % ALIGNMENT for part in parts) else parts
         turn = max((self._turns.get(var, 0) + (var in self.places) for var in read), default=0)
         self.others[turn].append(equation)
         for number, var in enumerate(equation.outvars):
@@ -117,8 +121,7 @@ class _Plan:
             if parts is None or not read:
                 continue
             if read[0] in self.places:  # which the same chain can read
-                base, offset = self.places[read[0]]
-                self.places[var], self._turns[var] = _Place(base, offset + parts[number]), turn - 1
+                self.places[var], self._turns[var] = _Place(self.places[read[0]].base, parts[number]), turn - 1
             else:
                 self._wholes[var] = self._whole(read[0])
 

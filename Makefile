@@ -1,6 +1,6 @@
 # make train    install into .venv, then train a small GPT in FP8 and in bfloat16 on real text
 # make check    ruff, pyright and the fast tests, 2 minutes on two cores: what to run after every change
-# make test     every test that is not marked `slow`, 25 minutes on two cores, less when it is run again
+# make test     every test that is not marked `slow`, 22 minutes on two cores, less when it is run again
 # make test-all `make lint`, every test, and `make versions`, 90 minutes on two cores
 # make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist
 # make hosts    models and trainers of other libraries in FP8, with the real packages, Python 3.12: 30 minutes on two cores

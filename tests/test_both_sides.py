@@ -3,20 +3,25 @@
 Adam's table of arrays is compared in kernels/test_adam.py.
 """
 
+import pathlib
 import re
 
 import cpp
+import jax
 import pytest
 
 from jax_fp8.core.cast import CastRule
 from jax_fp8.core.formats import E4M3, INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.kernels.activation import GATED, PLAIN
 from jax_fp8.kernels.casting import attributes
+from jax_fp8.kernels.chain import DTYPES, LINKS
+from jax_fp8.kernels.few_rows_gemm import MOST_UPCOMING
 from jax_fp8.kernels.gemm import WORKSPACE_BYTES
 from jax_fp8.kernels.quantize import MAX_MATRICES, ROWS_PER_PARTIAL_SUM
 from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES
 
 CONSTANTS = [
+    ("few_rows_gemm.h", "kMostUpcoming", MOST_UPCOMING),
     ("column_sums.h", "kRowsPerPartialSum", ROWS_PER_PARTIAL_SUM),
     ("gemm_plan.h", "kMaxCandidates", MAX_CANDIDATES),
     ("gemm_plan.h", "kWorkspaceBytes", WORKSPACE_BYTES),
@@ -33,6 +38,16 @@ def test_constants(file, name, value):
 def test_names_of_activations():
     found = re.findall(r'{"(\w+)", Activation::\w+, (true|false)}', cpp.source("activation.h"))
     assert {name: gated == "true" for name, gated in found} == dict.fromkeys(PLAIN, False) | dict.fromkeys(GATED, True)
+
+
+def test_links_and_dtypes_of_chains():
+    assert sorted(set(re.findall(r'target == "(\w+)"', cpp.source("chain.cc")))) == sorted(LINKS)
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    numbers = {name: int(number) for name, number in re.findall(r"XLA_FFI_DataType_(\w+) = (\d+)", header)}
+    short = {"bool": "PRED", "bfloat16": "BF16", "float8_e5m2": "F8E5M2", "float8_e4m3fn": "F8E4M3FN"}
+    short |= {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("float", "uint") for bits in (8, 16, 32)}
+    short |= {"int8": "S8", "int32": "S32"}
+    assert {name: numbers[short[name]] for name in DTYPES} == DTYPES
 
 
 def test_attributes_of_a_scale():

@@ -41,6 +41,9 @@ LINKS = (
     "jax_fp8_norm_quantize",
     "jax_fp8_quantize",
 )
+# Operands that a kernel reads before it waits for the kernels before it: weights with their scales; lengths and step.
+# No kernel of the same chain may make them.
+READ_EARLY = {"jax_fp8_few_rows_gemm": (1, 3), "jax_fp8_cached_attention": (5, 6)}
 # Whether text generation chains the kernels of a token. It has not run on a GPU yet.
 CHOSEN = False
 ALIGNMENT = 16  # bytes; that the address of an array is a multiple of, as kernels want it
@@ -99,8 +102,9 @@ class _Plan:
         read = variables(equation.invars)
         updated = [equation.invars[number] for number, _ in equation.params["input_output_aliases"]]
         turn = max((self._turns.get(var, 0) for var in read), default=0)
-        for var in updated:
-            if var in self.places:  # what a chain has made is not written over in it
+        early = [equation.invars[number] for number in READ_EARLY.get(equation.params["target_name"], ())]
+        for var in variables([*updated, *early]):
+            if var in self.places:  # what a chain has made is not written over in it, and not read before it is there
                 turn = max(turn, self._turns[var] + 1)
         while not self._updated[turn].isdisjoint(map(self._whole, read)):
             turn += 1

@@ -89,7 +89,7 @@ def test_a_token_takes_few_launches_by_the_kernels_for_it(most_rows, gemms, upco
 
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt", "llama"])
 def test_the_kernels_of_a_token_can_be_one_call(fields, monkeypatch, with_kernels):
-    """In layers of two, and beside them the norm and the cast of the head's input."""
+    """All kernels of ours in two layers."""
     h200.use_cudnn(monkeypatch)
     monkeypatch.setattr(chain, "CHOSEN", True)
     program = compiled(fp8.GPT(dataclasses.replace(CONFIG, num_layers=2, **fields)))

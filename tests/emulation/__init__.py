@@ -26,6 +26,7 @@ Other mistakes raise an EmulationError with the thread and mostly the line:
   - an access outside an array, or an index outside a C++ array
   - a write outside shared memory, or an access to that of a block that has not started or has exited
   - a launch beyond the device's limits
+  - an access to an array that is `Late` by a thread that has not waited for the kernel before
 
 The emulation does not find races that none of the orders shows, wrong memory orders, bank conflicts or slow code. The
 blocks of one cluster run together. A kernel in which a block waits for a block of another cluster never ends.

@@ -1,6 +1,6 @@
 """Tokens of a GPT on a GPU: the same bits whether kernels are in chains or ask for later weights, and how fast each is.
 
-    python tests/gpu/chain_check.py --output chain_check.json           # some three minutes on an H100
+    python tests/gpu/chain_check.py --output chain_check.json
     python tests/gpu/chain_check.py --only time_tokens
     python tests/gpu/chain_check.py --self-test                         # the references, on a CPU
 

@@ -17,7 +17,7 @@ import jax_fp8 as fp8
 from jax_fp8.jaxprs.equations import array_of
 from jax_fp8.jaxprs.flat import flat_program, run_equation
 from jax_fp8.kernels import chain
-from jax_fp8.kernels.chain import DTYPES, LINKS, TARGET, chained
+from jax_fp8.kernels.chain import DTYPES, LINKS, READ_EARLY, TARGET, chained
 from jax_fp8.kernels.few_rows import for_devices
 from jax_fp8.models.reader import Reader
 
@@ -177,6 +177,13 @@ def test_a_kernel_before_a_sum_that_needs_it_goes_into_the_first_chain():
     assert both(function, X, X + 1) == [TARGET, TARGET]
     program = jax.make_jaxpr(chain._in_chains(jax.make_jaxpr(function)(X, X)))(X, X)
     assert [len(_links(equation)) for equation in program.jaxpr.eqns if _links(equation)] == [4, 2]
+
+
+@pytest.mark.parametrize("target", READ_EARLY)
+def test_what_a_kernel_reads_before_it_waits_comes_from_outside(target):
+    for position in range(7):
+        calls = both(lambda x, at=position: link(*[x] * at, link(link(x)), *[x] * (6 - at), target=target), X)
+        assert len(calls) == (2 if position in READ_EARLY[target] else 1), "a chain of two before it, or one of three"
 
 
 def test_arrays_that_are_updated_in_place():

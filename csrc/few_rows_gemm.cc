@@ -20,7 +20,6 @@ constexpr uintptr_t kAlignment = 16;
 struct FewRowsBuffers {
   ffi::AnyBuffer a, b, a_scale, b_scale;
   std::optional<ffi::AnyBuffer> bias, c, norm_scale, norm_bias;
-  std::vector<ffi::AnyBuffer> upcoming;
   ffi::AnyBuffer d;
 };
 
@@ -28,8 +27,7 @@ struct FewRowsBuffers {
 
 // Attributes. first_column is the row of b and element of bias that make d's first column; b and bias may have more
 // than d. a is normalized where norm is "layernorm" or "rmsnorm", and with `casts` cast by the element a_row of
-// a_scale. second_part and third_part are the first columns of these parts of d, 0 without them. Of the last `upcoming`
-// arguments, matrices that later kernels read, the first upcoming_bytes are asked for.
+// a_scale. second_part and third_part are the first columns of these parts of d, 0 without them.
 struct FewRowsRule {
   bool has_bias, has_c;
   float alpha;
@@ -42,8 +40,6 @@ struct FewRowsRule {
   int32_t a_row;
   std::string_view activation;
   int64_t second_part, third_part;
-  int32_t upcoming;
-  int64_t upcoming_bytes;
 
   bool prepares() const { return casts || !norm.empty(); }
 };
@@ -57,8 +53,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<std::string_view>("norm"), xla::ffi::StructMember<float>("epsilon"),
     xla::ffi::StructMember<bool>("casts"), xla::ffi::StructMember<int32_t>("a_row"),
     xla::ffi::StructMember<std::string_view>("activation"), xla::ffi::StructMember<int64_t>("second_part"),
-    xla::ffi::StructMember<int64_t>("third_part"), xla::ffi::StructMember<int32_t>("upcoming"),
-    xla::ffi::StructMember<int64_t>("upcoming_bytes"));
+    xla::ffi::StructMember<int64_t>("third_part"));
 
 namespace jax_fp8 {
 namespace {
@@ -112,17 +107,6 @@ void check_activation(Checks& checks, const FewRowsBuffers& buffers, const FewRo
       .require(rule.first_column == 0 && 2 * buffers.d.dimensions()[1] == buffers.b.dimensions()[0], "the result d",
                buffers.d, "have half as many columns as b has rows, gate and linear")
       .require(rule.scaling.empty(), "b", buffers.b, "have one scale where gates are activated");
-}
-
-void check_upcoming(Checks& checks, const FewRowsBuffers& buffers) {
-  for (const ffi::AnyBuffer& matrix : buffers.upcoming) {
-    checks.sound("an upcoming matrix", matrix).matrix("an upcoming matrix", matrix);
-    if (!checks.passed()) return;
-    const int64_t row_bytes = matrix.dimensions()[1] * static_cast<int64_t>(ffi::ByteWidth(matrix.element_type()));
-    checks
-        .require(row_bytes % kAlignment == 0, "an upcoming matrix", matrix, "have rows of a multiple of 16 bytes")
-        .aligned("an upcoming matrix", matrix, kAlignment);
-  }
 }
 
 ffi::Error check(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
@@ -186,10 +170,6 @@ ffi::Error check(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
                  "have parts that begin at multiples of 16, in order, here " + std::to_string(second) + " and " +
                      std::to_string(third))
       .require(!rule.has_c || second == 0, "the result d", buffers.d, "be one part where c is added");
-  constexpr int64_t kMostBytes = 1 << 30;
-  checks.attribute(rule.upcoming_bytes >= 0 && rule.upcoming_bytes <= kMostBytes, "upcoming_bytes",
-                   rule.upcoming_bytes, "be from 0 to 2**30");
-  check_upcoming(checks, buffers);
   if (rule.prepares()) check_preparation(checks, buffers, rule);
   if (!rule.activation.empty()) check_activation(checks, buffers, rule);
   return checks.error();
@@ -197,21 +177,6 @@ ffi::Error check(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
 
 const float* floats_of(const std::optional<ffi::AnyBuffer>& buffer) {
   return buffer ? static_cast<const float*>(buffer->untyped_data()) : nullptr;
-}
-
-// Of each row as many bytes as the rest of the budget has for all, in whole lines of L2.
-void put_upcoming(const FewRowsBuffers& buffers, int64_t budget, few_rows_gemm::Operands& operands) {
-  constexpr int64_t kLine = 128;
-  for (size_t i = 0; i < buffers.upcoming.size(); ++i) {
-    const ffi::AnyBuffer& matrix = buffers.upcoming[i];
-    if (is_empty(matrix)) continue;
-    const int64_t rows = matrix.dimensions()[0];
-    const int64_t row_bytes = matrix.dimensions()[1] * static_cast<int64_t>(ffi::ByteWidth(matrix.element_type()));
-    const int64_t asked = std::min(row_bytes, budget / rows / kLine * kLine);
-    if (asked == 0) return;
-    operands.upcoming[i] = {static_cast<const uint8_t*>(matrix.untyped_data()), rows, row_bytes, asked};
-    budget -= rows * asked;
-  }
 }
 
 few_rows_gemm::Operands operands_of(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
@@ -224,7 +189,7 @@ few_rows_gemm::Operands operands_of(const FewRowsBuffers& buffers, const FewRows
   if (buffers.bias) {
     bias = static_cast<const uint8_t*>(buffers.bias->untyped_data()) + rule.first_column * kBiasBytes;
   }
-  few_rows_gemm::Operands operands = {
+  return {
       .a = buffers.a.untyped_data(),
       .b = b + rule.first_column * k,
       .a_scale = static_cast<const float*>(buffers.a_scale.untyped_data()) + (rule.casts ? rule.a_row : 0),
@@ -235,8 +200,6 @@ few_rows_gemm::Operands operands_of(const FewRowsBuffers& buffers, const FewRows
       .norm_scale = floats_of(buffers.norm_scale),
       .norm_bias = floats_of(buffers.norm_bias),
   };
-  put_upcoming(buffers, rule.upcoming_bytes, operands);
-  return operands;
 }
 
 few_rows_gemm::Problem problem_of(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
@@ -262,7 +225,7 @@ few_rows_gemm::Problem problem_of(const FewRowsBuffers& buffers, const FewRowsRu
 ffi::Error multiply(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
                     ffi::AnyBuffer b_scale, ffi::RemainingArgs further, ffi::Result<ffi::AnyBuffer> d,
                     FewRowsRule rule) {
-  FewRowsBuffers buffers{a, b, a_scale, b_scale, {}, {}, {}, {}, {}, *d};
+  FewRowsBuffers buffers{a, b, a_scale, b_scale, {}, {}, {}, {}, *d};
   if (!rule.norm.empty() && rule.norm != "layernorm" && rule.norm != "rmsnorm") {
     return ffi::Error::InvalidArgument(std::string(kOperation) +
                                        ": norm must be layernorm, rmsnorm or empty, got " + std::string(rule.norm));
@@ -276,18 +239,12 @@ ffi::Error multiply(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi
   want(rule.has_c, buffers.c, "c");
   want(!rule.norm.empty(), buffers.norm_scale, "norm_scale");
   want(rule.norm == "layernorm", buffers.norm_bias, "norm_bias");
-  if (rule.upcoming < 0 || rule.upcoming > few_rows_gemm::kMostUpcoming) {
-    return ffi::Error::InvalidArgument(std::string(kOperation) + ": upcoming must be 0 to " +
-                                       std::to_string(few_rows_gemm::kMostUpcoming) + ", got " +
-                                       std::to_string(rule.upcoming));
-  }
-  if (further.size() != wanted.size() + rule.upcoming) {
+  if (further.size() != wanted.size()) {
     return ffi::Error::InvalidArgument(std::string(kOperation) + ": must be called with a, b, a_scale, b_scale" +
-                                       names + " and the upcoming matrices as its attributes has_bias, has_c, norm "
-                                       "and upcoming say, got " + std::to_string(4 + further.size()) + " arguments");
+                                       names + " as its attributes has_bias, has_c and norm say, got " +
+                                       std::to_string(4 + further.size()) + " arguments");
   }
   for (size_t i = 0; i < wanted.size(); ++i) *wanted[i] = *further.get<ffi::AnyBuffer>(i);
-  for (size_t i = wanted.size(); i < further.size(); ++i) buffers.upcoming.push_back(*further.get<ffi::AnyBuffer>(i));
   if (ffi::Error error = check(buffers, rule); error.failure()) return error;
   if (is_empty(*d)) return ffi::Error::Success();
   const std::string failure =
@@ -302,7 +259,7 @@ XLA_FFI_DEFINE_HANDLER(handler, multiply,
                            .Arg<ffi::AnyBuffer>()  // b
                            .Arg<ffi::AnyBuffer>()  // a_scale
                            .Arg<ffi::AnyBuffer>()  // b_scale
-                           .RemainingArgs()        // bias, c, norm_scale, norm_bias, upcoming
+                           .RemainingArgs()        // bias, c, norm_scale, norm_bias
                            .Ret<ffi::AnyBuffer>()  // d
                            .Attrs<FewRowsRule>(),
                        {ffi::Traits::kCmdBufferCompatible});

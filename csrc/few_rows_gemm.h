@@ -46,15 +46,6 @@ struct Problem {
   int part_starts[2] = {0, 0};
 };
 
-constexpr int kMostUpcoming = 2;
-
-// A matrix that a later kernel reads. The product asks for the first `asked` bytes of each row, so that they are in L2
-// by then; a multiple of 16. Its address is one too.
-struct Upcoming {
-  const uint8_t* first = nullptr;
-  int64_t rows = 0, row_bytes = 0, asked = 0;
-};
-
 // a_scale is f32[], or of lines f32[ceil(k / 128), m]. b_scale is f32[], or of squares f32[ceil(n / 128),
 // ceil(k / 128)]. The last dim of both is padded to a multiple of four. bias has the dtype of d, or bfloat16 where d is
 // float32. It may be null, and so may c. d may be c: each cluster reads its elements of c before it writes them.
@@ -64,7 +55,6 @@ struct Operands {
   const void *bias, *c;
   void* d;
   const float *norm_scale = nullptr, *norm_bias = nullptr;  // f32[k] of LayerNorm; without a bias of RMSNorm
-  Upcoming upcoming[kMostUpcoming] = {};
 };
 
 // Returns the reason of a failure, or an empty string.

@@ -17,9 +17,7 @@ extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, 
                         double alpha, int64_t config, int64_t normalizes, int64_t casts, double epsilon,
                         int64_t activation, int64_t gated, int64_t in_place, int64_t follows,
                         const void* a, const void* b, const float* a_scale, const float* b_scale,
-                        const void* bias, const void* c, void* d, const float* norm_scale, const float* norm_bias,
-                        const void* upcoming, int64_t upcoming_rows, int64_t row_bytes, int64_t asked,
-                        const void* upcoming_too, uint8_t* times_asked) {
+                        const void* bias, const void* c, void* d, const float* norm_scale, const float* norm_bias) {
   using namespace jax_fp8;
   using namespace jax_fp8::few_rows_gemm;
   const Problem problem = {static_cast<int>(m),
@@ -35,19 +33,8 @@ extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, 
                            gated != 0,
                            static_cast<Activation>(activation < 0 ? 0 : activation)};
   const Following following(follows != 0);
-  const auto* const first = static_cast<const uint8_t*>(upcoming);
-  const auto* const too = static_cast<const uint8_t*>(upcoming_too);
-  const Operands operands = {a, b, a_scale, b_scale, bias, in_place ? d : c, d, norm_scale, norm_bias,
-                             {{first, upcoming_rows, row_bytes, asked}, {too, upcoming_rows, row_bytes, 16}}};
-  if (!enqueue(problem, operands, nullptr).empty()) return 1;
-  // How often each 16 bytes of the first matrix, and then of the second, were asked for.
-  const int64_t matrix_bytes = upcoming_rows * row_bytes;
-  for (const auto& piece : emulation::prefetched()) {
-    const bool is_first = piece.first >= first && piece.first < first + matrix_bytes;
-    const int64_t at = is_first ? piece.first - first : piece.first - too + matrix_bytes;
-    for (size_t i = 0; i < piece.bytes; i += 16) ++times_asked[(at + i) / 16];
-  }
-  return 0;
+  const Operands operands = {a, b, a_scale, b_scale, bias, in_place ? d : c, d, norm_scale, norm_bias};
+  return enqueue(problem, operands, nullptr).empty() ? 0 : 1;
 }
 """
 
@@ -67,7 +54,7 @@ class Product:
     """
 
     follows = False  # a kernel that has not ended when this one begins
-    upcoming = None  # rows, bytes of each, bytes of each that are asked for
+    changes = ()  # of the device, beside those of a run
 
     def __init__(self, m, n, k, pair="", *, d=BF16, config=0, bias=False, c=False, alpha=1.0, integers=False):
         self.shape, self.d, self.config, self.alpha = (m, n, k), d, config, alpha
@@ -98,22 +85,11 @@ class Product:
         operands = [late[0], self.b, late[1], self.b_scale, self.bias, *late[2:]]
         how = [self.a_is_bfloat16, self.scaling, SOURCES.index(self.d), self.alpha, self.config]
         settings, norm = self.around()
-        kernels = compile_for_cpu("few_rows_gemm.cu", ENTRY, changes)
-        operands += [*norm, *self.upcoming_operands()]
-        d, *asked = kernels.call(
-            "multiply", *self.shape, *how, *settings, in_place, self.follows, *operands, orders=orders
+        kernels = compile_for_cpu("few_rows_gemm.cu", ENTRY, (*changes, *self.changes))
+        (d,) = kernels.call(
+            "multiply", *self.shape, *how, *settings, in_place, self.follows, *operands, *norm, orders=orders
         )
-        self.times_asked = asked[0] if asked else None
         return d
-
-    def upcoming_operands(self):
-        """Two matrices that later kernels read, how much of each row of the first is asked for, and where to count."""
-        if self.upcoming is None:
-            return [None, 0, 0, 0, None, None]
-        rows, row_bytes, asked = self.upcoming
-        matrices = [np.ones((rows, row_bytes), np.uint8)] * 2
-        times_asked = InPlace(np.zeros((2, rows, row_bytes // 16), np.uint8))
-        return [matrices[0], rows, row_bytes, asked, matrices[1], times_asked]
 
     def given(self):
         """The operand a as the kernel gets it."""

@@ -16,6 +16,7 @@ from reference import quantize
 ACTIVATIONS = ["gelu", "gelu_exact", "silu", "relu", "squared_relu"]
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 EPSILON = 0.5
+NO_CLUSTERS = ("kernel_launch.h", "compiled.ptxVersion >= 90", "false")
 
 
 def activation_of(name, x):
@@ -35,11 +36,15 @@ class PreparedProduct(Product):
     norm: "layernorm", "rmsnorm" or "".
     casts: to E4M3; else the product is of bfloat16.
     activation: of the result, or None.
+    boxed: whether weights come in boxes; else the device is one without clusters.
     """
 
-    def __init__(self, m, n, k, *, norm="", casts=True, activation=None, pair=None, d=F32, alpha=1.0, **how):
+    def __init__(
+        self, m, n, k, *, norm="", casts=True, activation=None, pair=None, d=F32, alpha=1.0, boxed=True, **how
+    ):
         super().__init__(m, n, k, pair or ("" if casts else "bfloat16"), d=d, alpha=alpha, **how)
         self.norm, self.casts, self.activation = norm, casts, activation
+        self.changes = () if boxed else (NO_CLUSTERS,)
         random = np.random.default_rng([m, n, k, 1])
         half = random.integers(-3, 4, (m, k // 2))
         self.x = np.concatenate([half, -half[:, ::-1]], axis=1).astype(BF16)

@@ -15,13 +15,11 @@ from jax_fp8.core.formats import E4M3, INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.kernels.activation import GATED, PLAIN
 from jax_fp8.kernels.casting import attributes
 from jax_fp8.kernels.chain import DTYPES, LINKS
-from jax_fp8.kernels.few_rows_gemm import MOST_UPCOMING
 from jax_fp8.kernels.gemm import WORKSPACE_BYTES
 from jax_fp8.kernels.quantize import MAX_MATRICES, ROWS_PER_PARTIAL_SUM
 from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES
 
 CONSTANTS = [
-    ("few_rows_gemm.h", "kMostUpcoming", MOST_UPCOMING),
     ("column_sums.h", "kRowsPerPartialSum", ROWS_PER_PARTIAL_SUM),
     ("gemm_plan.h", "kMaxCandidates", MAX_CANDIDATES),
     ("gemm_plan.h", "kWorkspaceBytes", WORKSPACE_BYTES),

@@ -44,22 +44,18 @@ __global__ void __launch_bounds__(kThreads<kWidth>, kResident<C, kWidth>) attend
   const auto first_of = [&](const Seen& seen, int block) {
     return static_cast<int>(int64_t{seen.count} * block >> call.log2_blocks);
   };
-  if (call.follows) {
-    const Seen seen = seen_by(length, step, call.sizes);
-    ask_for_slots(call, part, seen, first_of(seen, part.block), first_of(seen, part.block + 1));
-  }
+  const Seen seen = seen_by(length, step, call.sizes);
+  const int first = first_of(seen, part.block), end = first_of(seen, part.block + 1);
+  if (call.follows) ask_for_slots(call, part, seen, first, end);
+  const Results<C, T, kWidth, kHeads> results(call, part, shared);
+  const int64_t slot = int64_t{part.head} * call.sizes.slots + seen.first;
+  const Rows<C> keys(call.keys, call.key_scales, slot, call.sizes.head_dim, end);
+  const Rows<C> values(call.values, call.value_scales, slot, call.sizes.head_dim, end);
+  typename WalkFor<C, T, kWidth, kHeads>::Type walk(call, seen, keys, values, first);
   wait_for_kernels_before();
   const int warp = static_cast<int>(threadIdx.x) / kWarp, token_rows = TokenRows(part).count;
   TokenRow<T, kWidth> fetched;
   if (warp < token_rows) fetched = fetch_row<kWidth>(call, part, warp);
-  const Results<C, T, kWidth, kHeads> results(call, part, shared);
-
-  const Seen seen = seen_by(length, step, call.sizes);
-  const int end = first_of(seen, part.block + 1);
-  const int64_t slot = int64_t{part.head} * call.sizes.slots + seen.first;
-  const Rows<C> keys(call.keys, call.key_scales, slot, call.sizes.head_dim, end);
-  const Rows<C> values(call.values, call.value_scales, slot, call.sizes.head_dim, end);
-  typename WalkFor<C, T, kWidth, kHeads>::Type walk(call, seen, keys, values, first_of(seen, part.block));
 
 #pragma unroll 1
   for (int row = warp; row < token_rows;) {

@@ -7,6 +7,7 @@
 // Of 64 neighbours along k, lane 4 g + t copies 16, from 16 t on, of the rows g and g + 8 of b. They are its elements
 // of four products: the order of k within a product is free, and the activations are read in the same order. So no
 // lane needs what another one has copied, and the ring of weights needs no barrier. A chunk is two times 64 elements.
+// Where the kernel prepares its rows, weights may come in boxes instead: few_rows_gemm_boxes.cuh.
 //
 // The warps of a block take turns at the chunks, in steps. Activations are shared by all of them: they are copied in
 // phases of several steps, with one barrier for each phase. All copies are asynchronous, so phases are ahead of their
@@ -21,10 +22,10 @@
 #include <type_traits>
 
 #include "few_rows_gemm_activations.cuh"
+#include "few_rows_gemm_boxes.cuh"
 #include "few_rows_gemm_plan.cuh"
 #include "few_rows_gemm_preparation.cuh"
 #include "few_rows_gemm_results.cuh"
-#include "few_rows_gemm_upcoming.cuh"
 #include "few_rows_gemm_weights.cuh"
 #include "mma.cuh"
 #include "programmatic.cuh"
@@ -33,79 +34,129 @@
 namespace jax_fp8::few_rows_gemm {
 
 // Wide is the dtype in which the tensor cores multiply: that of a, or float16 where a is E4M3.
-template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles>
+template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, bool kBoxed>
 class Product {
  public:
-  __device__ Product(const Arguments& arguments, const Part& part, uint8_t* shared)
+  __device__ Product(const Arguments& arguments, const Part& part, uint8_t* shared, RingBarriers* rings)
       : arguments_(arguments), part_(part), ahead_(min(arguments.plan.ahead, arguments.course.phases)),
-        weights_(arguments, part, shared), activations_(arguments, part, shared), preparer_(arguments, part, shared) {}
+        weights_(weights_in(arguments, part, shared, rings)), activations_(arguments, part, shared),
+        preparer_(arguments, part, shared) {}
 
-  // While kernels before this one may still run: has as many weights under way as fit.
+  // While kernels before this one may still run.
   __device__ void start_early() {
-    if (has_early_weights()) fetch_weights_of(0, kStages);
+    if (!kBoxed && has_early_weights()) fetch_weights_of(0, kStages);
+    if (is_prepared()) preparer_.fetch_parameters();
   }
 
   // Has the first activations under way, and as many weights as fit. Activations come first: behind the weights they
   // would arrive after them, and no product could begin before. Nothing else may wait before this.
   __device__ void start() {
-    square_ = square_scale(0);
+    square_ = square_scale(chunk_of(arguments_, part_, 0));
     if (is_prepared()) {
       preparer_.fetch_rows();
     } else {
       for (int phase = 0; phase < ahead_; ++phase) activations_.fetch_phase(phase, phase);
       if (has_early_weights()) end_batch();
     }
-    if (!has_early_weights()) fetch_weights_of(0, is_prepared() ? kFirst : kStages);
+    if (!kBoxed && !has_early_weights()) fetch_weights_of(0, is_prepared() ? kFirst : kStages);
   }
 
   __device__ void make(Sums<kRowGroups, kRowTiles>& sums) {
-    const Course& course = arguments_.course;
-    const int phase_steps = arguments_.plan.phase_steps;
     if (is_prepared()) {
-      if (has_early_weights()) {
+      if (kBoxed || has_early_weights()) {
         wait_for_all_but<0>();
       } else {
         wait_for_all_but<kFirst>();
       }
-      __syncthreads();
-      preparer_.make(activations_.slot(0), arguments_.layout.phase_row);
-      if (!has_early_weights()) fetch_weights_of(kFirst, kStages);
-    } else if (has_early_weights()) {
+      wait_for_products(arguments_);
+      preparer_.make(kBoxed ? nullptr : activations_.slot(0), arguments_.layout.phase_row);
+      if (!kBoxed && !has_early_weights()) fetch_weights_of(kFirst, kStages);
+    } else if (!kBoxed && has_early_weights()) {
       wait_for_all_but<0>();
     }
-    const int last_fetch = max(0, course.steps - kStages - 1);
-    int phase = 0;
-    Turn turn = {0, 0};
-    for (int step = 0; step < course.steps; ++step) {
-      wait_for_all_but<kStages - 1>();
-      if (turn.step_of_phase == 0) {
-        // Here the activations of this phase have arrived for all, and all have used those of the phase before, whose
-        // slot is the next to be filled.
-        __syncthreads();
-        const int slot = turn.slot == 0 ? course.phase_slots - 1 : turn.slot - 1;
-        if (phase + ahead_ < course.phases) activations_.fetch_phase(phase + ahead_, slot);
-      }
-      const float next_square = square_scale(step + 1);
-      if (weights_.has(step)) add(step, turn, sums);
-      square_ = next_square;
-      weights_.fetch(step + kStages);
-      if (step == last_fetch) ask_for_upcoming(arguments_.operands);
-      if (++turn.step_of_phase == phase_steps) {
-        turn = {turn.slot + 1 == course.phase_slots ? 0 : turn.slot + 1, 0};
-        ++phase;
-      }
+    if constexpr (kBoxed) {
+      wait_for_products(arguments_);
+      add_boxes(sums);
+    } else {
+      add_batches(sums);
     }
   }
 
  private:
-  static constexpr bool kIsE4M3 = std::is_same_v<Wide, Float16>;
-  static constexpr int kElementBytes = kIsE4M3 ? 1 : 2;  // of a
-  static constexpr int kStages = stages_of(kRowGroups, kRowTiles);
+  using LaneWeights = Weights<kRowGroups, kRowTiles>;
+  // Of the activations in shared memory. What is prepared beside boxes has been widened.
+  static constexpr int kElementBytes = std::is_same_v<Wide, Float16> && !kBoxed ? 1 : 2;
+  static constexpr int kStages = LaneWeights::kStages;
   static constexpr int kFirst = kStages / 2;  // batches of weights before rows are prepared
 
-  __device__ void fetch_weights_of(int first, int end) {
+  __device__ static auto weights_in(const Arguments& arguments, const Part& part, uint8_t* shared,
+                                    RingBarriers* rings) {
+    if constexpr (kBoxed) {
+      return BoxedWeights<kRowTiles>(arguments, part, shared + arguments.layout.ring, rings);
+    } else {
+      return LaneWeights(arguments, part, shared);
+    }
+  }
+
+  // The sum over all steps, where each lane asks for the weights of a later one.
+  __device__ void add_batches(Sums<kRowGroups, kRowTiles>& sums) {
+    Turn turn = {};
+    int slot = 0;
+    for (int step = 0; step < arguments_.course.steps; ++step) {
+      weights_.wait_for(slot);
+      begin_phase(turn);
+      const float next_square = square_scale(chunk_of(arguments_, part_, step + 1));
+      if (chunk_of(arguments_, part_, step) < part_.chunks) add(0, turn, sums);
+      square_ = next_square;
+      weights_.fetch(step + kStages, slot);
+      if (++slot == kStages) slot = 0;
+      end_step(turn);
+    }
+  }
+
+  // The sum over all steps, where another warp asks for the weights. All rows are prepared.
+  __device__ void add_boxes(Sums<kRowGroups, kRowTiles>& sums) {
+    int slot = 0;
+    uint32_t parity = 0;
 #pragma unroll 1
-    for (int step = first; step < end; ++step) weights_.fetch(step);
+    for (int step = 0; step < arguments_.course.steps; ++step) {
+      const int chunk = chunk_of(arguments_, part_, step), step_chunks = arguments_.plan.step_chunks;
+      if (chunk < part_.chunks) {
+        weights_.wait_for(slot, parity);
+#pragma unroll 1
+        for (int i = 0; i < step_chunks && chunk + i < part_.chunks; ++i) {
+          const bool is_last = i + 1 == step_chunks;
+          const float next_square = square_scale(is_last ? chunk_of(arguments_, part_, step + 1) : chunk + i + 1);
+          add(i, chunk, sums);
+          square_ = next_square;
+        }
+        weights_.release(slot);
+      }
+      if (++slot == arguments_.course.stages) slot = 0, parity ^= 1;
+    }
+  }
+
+  // Here the activations of this phase have arrived for all, and all have used those of the phase before, whose slot is
+  // the next to be filled.
+  __device__ void begin_phase(const Turn& turn) {
+    if (turn.step_of_phase != 0) return;
+    const Course& course = arguments_.course;
+    wait_for_products(arguments_);
+    const int next = turn.slot == 0 ? course.phase_slots - 1 : turn.slot - 1;
+    if (turn.phase + ahead_ >= course.phases) return;
+    activations_.fetch_phase(turn.phase + ahead_, next);
+  }
+
+  __device__ void end_step(Turn& turn) const {
+    if (++turn.step_of_phase < arguments_.plan.phase_steps) return;
+    turn = {turn.slot + 1 == arguments_.course.phase_slots ? 0 : turn.slot + 1, 0, turn.phase + 1};
+  }
+
+  __device__ void fetch_weights_of(int first, int end) {
+    if constexpr (!kBoxed) {
+#pragma unroll 1
+      for (int step = first; step < end; ++step) weights_.fetch(step, step);
+    }
   }
 
   // With more rows it is another kernel's work, and this one need not have the code.
@@ -114,21 +165,23 @@ class Product {
   // Weights that were asked for before the activations were there.
   __device__ bool has_early_weights() const { return arguments_.follows; }
 
-  __device__ float square_scale(int step) const {
+  // The scale of a chunk of this block.
+  __device__ float square_scale(int chunk) const {
     if constexpr (kScaling == Scaling::kOne) return 1.0f;
-    if (!weights_.has(step)) return 1.0f;
-    const int chunk = part_.first_chunk + step * arguments_.plan.depth_warps + part_.depth_warp;
+    if (chunk >= part_.chunks) return 1.0f;
     const int64_t row = (arguments_.course.all_chunks + 3) / 4 * 4;
-    return __ldg(arguments_.operands.b_scale + part_.first_row / kMostBlockRows * row + chunk);
+    return __ldg(arguments_.operands.b_scale + part_.first_row / kMostBlockRows * row + part_.first_chunk + chunk);
   }
 
-  __device__ void add(int step, const Turn& turn, Sums<kRowGroups, kRowTiles>& sums) {
+  // The products of one chunk of a step. `where` its activations are: a turn, or the step's first chunk.
+  template <typename Where>
+  __device__ void add(int chunk, const Where& where, Sums<kRowGroups, kRowTiles>& sums) {
     if constexpr (kScaling == Scaling::kOne) {
-      add_products(step, turn, sums);
+      add_products(chunk, elements(where, chunk), sums);
     } else {
       Sums<kRowGroups, kRowTiles> of_chunk = {};
-      add_products(step, turn, of_chunk);
-      const float2* const lines = activations_.scales(turn);
+      add_products(chunk, elements(where, chunk), of_chunk);
+      const float2* const lines = scales(where);
 #pragma unroll
       for (int group = 0; group < kRowGroups; ++group) {
         float2 scales = {square_, square_};
@@ -147,14 +200,19 @@ class Product {
     }
   }
 
-  __device__ void add_products(int step, const Turn& turn, Sums<kRowGroups, kRowTiles>& sums) {
-    const uint8_t* const elements = activations_.elements(turn);
+  __device__ const uint8_t* elements(const Turn& turn, int) const { return activations_.elements(turn); }
+  __device__ const uint8_t* elements(int first, int chunk) const { return preparer_.elements(first + chunk); }
+
+  __device__ const float2* scales(const Turn& turn) const { return activations_.scales(turn); }
+  __device__ const float2* scales(int) const { return nullptr; }
+
+  __device__ void add_products(int chunk, const uint8_t* elements, Sums<kRowGroups, kRowTiles>& sums) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t b[kRowTiles][4][4];  // of four products
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        const uint4 upper = weights_.read(step, tile, 0, half), lower = weights_.read(step, tile, 1, half);
+        const uint4 upper = weights_.read(chunk, tile, 0, half), lower = weights_.read(chunk, tile, 1, half);
         const uint32_t words[2][4] = {{upper.x, upper.y, upper.z, upper.w}, {lower.x, lower.y, lower.z, lower.w}};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -179,12 +237,12 @@ class Product {
 
   __device__ static void read_activations(const uint8_t* elements, uint32_t (&a)[4][2]) {
     const uint4 first = read_four(elements);
-    if constexpr (kIsE4M3) {
+    if constexpr (kElementBytes == 1) {
       const uint32_t words[4] = {first.x, first.y, first.z, first.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) widen(words[i], a[i][0], a[i][1], Wide{});
     } else {
-      const uint4 second = read_four(elements + 16);
+      const uint4 second = read_four(elements + (kBoxed ? kWidePiece : 16));
       a[0][0] = first.x, a[0][1] = first.y, a[1][0] = first.z, a[1][1] = first.w;
       a[2][0] = second.x, a[2][1] = second.y, a[3][0] = second.z, a[3][1] = second.w;
     }
@@ -194,28 +252,51 @@ class Product {
   const Part& part_;
   const int ahead_;  // phases
   float square_;     // the scale of the chunk whose turn it is
-  Weights<kRowGroups, kRowTiles> weights_;
+  std::conditional_t<kBoxed, BoxedWeights<kRowTiles>, LaneWeights> weights_;
   Activations<kElementBytes, kScaling, kRowGroups> activations_;
   Preparer<Wide> preparer_;
 };
 
-template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles>
-__global__ void __launch_bounds__(most_threads(kRowGroups), 1) kernel(const __grid_constant__ Arguments arguments) {
-  extern __shared__ uint4 shared_vectors[];
+// What a block does; `shared` is its dynamic shared memory.
+template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, bool kBoxed>
+__device__ inline void multiply_rows(const Arguments& arguments, uint8_t* shared) {
+  constexpr int kRings = kBoxed ? kMostWarps : 1;
   __shared__ Barrier received;
-  auto* const shared = reinterpret_cast<uint8_t*>(shared_vectors);
+  __shared__ RingBarriers rings[kRings];
+  if constexpr (kBoxed) shared += -shared_address(shared) & (kBoxAlignment - 1);
   const Part part(arguments);
-  Product<Wide, kScaling, kRowGroups, kRowTiles> product(arguments, part, shared);
   let_next_kernel_begin();
+  if constexpr (kBoxed) {
+    start_rings(arguments, rings);
+    __syncthreads();
+    if (part.warp == arguments.course.warps) {
+      if (part.lane == 0) fetch_boxes(arguments, part, shared + arguments.layout.ring, rings);
+      return wait_for_kernels_before();
+    }
+  }
+  Product<Wide, kScaling, kRowGroups, kRowTiles, kBoxed> product(arguments, part, shared, rings);
   product.start_early();
-  wait_for_kernels_before();
-  // Whatever else is read comes before the weights: behind them it arrives late, and a warp may wait for it anywhere.
-  const Factors<kScaling> factors(arguments);
   Results<kRowGroups, kRowTiles> results(arguments, part, shared, received);
+  // Whatever else is read comes before the weights: behind them it arrives late, and a warp may wait for it anywhere.
+  Factors<kScaling> factors(arguments);
+  wait_for_kernels_before();
+  factors.load_late(arguments);
+  results.fetch_c();
   product.start();
   Sums<kRowGroups, kRowTiles> sums = {};
   product.make(sums);
   results.write(sums, factors.product());
+}
+
+template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, bool kBoxed>
+__global__ void __launch_bounds__(most_threads(kRowGroups) + (kBoxed ? 32 : 0), 1)
+    kernel(const __grid_constant__ Arguments arguments) {
+  extern __shared__ uint4 shared[];
+  if constexpr (kBoxed && !kHasBoxes) {
+    __trap();  // the host never launches it
+  } else {
+    multiply_rows<Wide, kScaling, kRowGroups, kRowTiles, kBoxed>(arguments, reinterpret_cast<uint8_t*>(shared));
+  }
 }
 
 }  // namespace jax_fp8::few_rows_gemm

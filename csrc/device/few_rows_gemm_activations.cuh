@@ -25,7 +25,7 @@ struct Place {
 
 // The step at which a warp is: the slot of its phase, and which of the phase's steps it is.
 struct Turn {
-  int slot, step_of_phase;
+  int slot, step_of_phase, phase;
 };
 
 // Phases of activations, which all threads copy, with the scales of their lines.
@@ -40,7 +40,7 @@ class Activations {
   __device__ void fetch_phase(int phase, int to_slot) {
     const int m = arguments_.problem.m, k = arguments_.problem.k;
     const Divisor& divisor = arguments_.course.phase_vectors;
-    const int width = divisor.divisor, threads = static_cast<int>(blockDim.x);
+    const int width = divisor.divisor, threads = arguments_.course.threads;
     const int by_rows = quotient(threads, divisor), by_columns = threads - by_rows * width;
     const int first = first_chunk(phase) * kChunk;
     const auto* const a = static_cast<const uint8_t*>(arguments_.operands.a);
@@ -87,7 +87,7 @@ class Activations {
     const int fours = (arguments_.problem.m + 3) / 4;
     auto* const target = reinterpret_cast<uint4*>(slot(to_slot) + arguments_.layout.phase_scales);
     const auto* const source = reinterpret_cast<const uint4*>(arguments_.operands.a_scale);
-    for (int i = threadIdx.x; i < phase_chunks_ * fours; i += blockDim.x) {
+    for (int i = threadIdx.x; i < phase_chunks_ * fours; i += arguments_.course.threads) {
       const int chunk = i / fours, four = i % fours;
       if (first_chunk(phase) + chunk >= arguments_.course.all_chunks) break;
       fetch(target + chunk * kRowGroups * 2 + four, source + (int64_t{first_chunk(phase)} + chunk) * fours + four);

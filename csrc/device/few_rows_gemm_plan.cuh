@@ -15,6 +15,7 @@ constexpr int kWarpRows = 16;          // of b in one product of the tensor core
 constexpr int kMostBlockRows = 128;    // of b: so those of a block lie in one square of scales
 constexpr int kMostCluster = 8;        // blocks, the portable size
 constexpr int kLaneBytes = 16;         // that a lane copies at once
+constexpr int kBoxAlignment = 1024;      // of a box's address in shared memory, of which the swizzle takes bits
 constexpr int kFloatsBetweenRows = 4;  // of sums in shared memory, against bank conflicts
 
 enum class Scaling {
@@ -32,10 +33,15 @@ struct Preparation {
 
 constexpr int kMostPreparedRows = 8;
 constexpr int kMostWarps = 16;
+constexpr int kMostStages = 4;  // of weights in boxes
 
-// The batches of weights that a lane has under way, each of 64 bytes for every tile of 16 rows. For many rows of a,
-// activations need most of the shared memory.
+// The batches of weights that a lane has under way if it copies them itself, each of 64 bytes for every tile of 16
+// rows. For many rows of a, activations need most of the shared memory.
 constexpr int stages_of(int row_groups, int row_tiles) { return row_groups >= 4 ? 3 : 8 / row_tiles; }
+
+// Whether weights may come in boxes (few_rows_gemm_boxes.cuh), on compute capability 9.0 or newer. The rows of a are
+// prepared then.
+constexpr bool may_be_boxed(int row_groups, Scaling scaling) { return row_groups == 1 && scaling != Scaling::kLines; }
 
 // Rows of a, eight by eight.
 constexpr int row_groups_of(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : 8; }
@@ -50,8 +56,11 @@ struct Plan {
   int row_warps;    // warps side by side along the rows of b
   int depth_warps;  // warps that take turns at the chunks along k
   int cluster;      // blocks that share the same rows of b, each with a part of k
-  int phase_steps;  // steps whose activations are copied together. In a step each warp multiplies one chunk
+  int phase_steps;  // steps whose activations are copied together
   int ahead;        // phases that are copied before they are needed
+  int step_chunks;  // neighbours along k that a warp multiplies in one step
+  int stages;       // batches of weights of a warp that are under way, each of one step
+  bool boxed;       // whether weights come in boxes
 
   constexpr int block_rows() const { return row_warps * row_tiles * kWarpRows; }
   constexpr int warps() const { return row_warps * depth_warps; }
@@ -78,6 +87,7 @@ struct Course {
   int all_chunks;             // along k
   int chunks, steps, phases;  // of one block
   int phase_slots, stages;    // that shared memory holds, of activations and of weights
+  int warps, threads;         // that multiply
   int log2_cluster;
   Divisor depth_warps;        // of the warps of a block
   Divisor phase_vectors;      // 16 bytes of a row of activations in a phase
@@ -85,8 +95,7 @@ struct Course {
   int sharing;                // warps that prepare a row together
   Divisor by_sharing;
 
-  Course(const Plan& plan, const Preparation& preparation, bool gated, int m, int n, int64_t k, int row_groups,
-         int element_bytes)
+  Course(const Plan& plan, const Preparation& preparation, bool gated, int m, int n, int64_t k, int element_bytes)
       : prepares(preparation.normalizes || preparation.casts),
         parts(gated ? 2 : 1),
         d_columns(n / parts),
@@ -94,13 +103,13 @@ struct Course {
         log2_pairs(log2_of(plan.block_rows() / 2)),
         all_chunks(static_cast<int>(divide_up(k, kChunk))),
         chunks(static_cast<int>(divide_up(all_chunks, plan.cluster))),
-        steps(static_cast<int>(divide_up(chunks, plan.depth_warps))),
+        steps(static_cast<int>(divide_up(chunks, plan.depth_warps * plan.step_chunks))),
         phases(static_cast<int>(divide_up(steps, plan.phase_steps))),
         phase_slots(phases <= plan.ahead ? phases : plan.ahead + 1),
-        stages(steps < stages_of(row_groups, plan.row_tiles) ? steps : stages_of(row_groups, plan.row_tiles)),
-        log2_cluster(log2_of(plan.cluster)),
+        stages(steps < plan.stages ? steps : plan.stages),
+        warps(plan.warps()), threads(plan.threads()), log2_cluster(log2_of(plan.cluster)),
         depth_warps(plan.depth_warps),
-        phase_vectors(plan.phase_steps * plan.depth_warps * kChunk * element_bytes / 16),
+        phase_vectors(plan.phase_steps * plan.depth_warps * plan.step_chunks * kChunk * element_bytes / 16),
         raw_vectors(static_cast<int>(preparation.normalizes ? k : int64_t{chunks} * kChunk) / 8),
         sharing(m > 0 && plan.warps() > m ? plan.warps() / m : 1),
         by_sharing(sharing) {}
@@ -109,7 +118,7 @@ struct Course {
 // Shared memory, in bytes from its start. After the products, the sums of the warps take the place of weights and
 // activations. What other blocks send has a place of its own, since they may be ahead.
 struct Layout {
-  int phase_row;      // from one row of activations to the next
+  int phase_row;      // from one row of activations to the next. With boxes, they lie where they were raw
   int phase_scales;   // where the scales of a phase begin
   int phase;          // from one phase to the next
   int ring;           // where the weights begin
@@ -126,17 +135,21 @@ struct Layout {
 
   Layout(const Plan& plan, const Course& course, const Preparation& preparation, Scaling scaling, int m, int k,
          int row_groups, int element_bytes) {
-    const int chunks = plan.phase_steps * plan.depth_warps;
+    const int chunks = plan.phase_steps * plan.depth_warps * plan.step_chunks;
     // A quarter of a warp reads two rows of activations. These begin 64 bytes apart, modulo all banks, where a row has
     // one byte for each element; with two bytes, a lane reads every second vector, and 16 bytes apart is right.
     phase_row = chunks * kChunk * element_bytes + (element_bytes == 1 ? 64 : 16);
     phase_scales = m * phase_row;
-    phase = phase_scales + (scaling == Scaling::kLines ? chunks * row_groups * 8 * 4 : 0);
+    phase = plan.boxed ? 0 : phase_scales + (scaling == Scaling::kLines ? chunks * row_groups * 8 * 4 : 0);
     ring = phase * course.phase_slots;
-    stage = plan.threads() * 4 * plan.row_tiles * kLaneBytes;
+    stage = plan.threads() * 4 * plan.row_tiles * kLaneBytes * plan.step_chunks;
     raw = ring + stage * course.stages;
     const int columns = course.chunks * kChunk;
     raw_row = (preparation.normalizes ? k : preparation.casts ? columns : 0) * 2;
+    if (plan.boxed) {
+      const int before = preparation.normalizes ? (plan.cluster - 1) * columns : 0;
+      phase_row = raw_row = (before + course.steps * plan.depth_warps * plan.step_chunks * kChunk) * 2 + 64;
+    }
     partial = raw + m * raw_row;
     norm = partial + (preparation.normalizes ? 2 * kMostWarps * 4 : 0);
     const int products = norm + (preparation.normalizes ? 2 * columns * 4 : 0);
@@ -146,7 +159,8 @@ struct Layout {
     const int pairs = m * plan.block_rows() / 2 / course.parts;
     received_part = static_cast<int>(divide_up(pairs, plan.cluster)) * course.parts * 8;
     addends = received + static_cast<int>(round_up(plan.cluster > 1 ? plan.cluster * received_part : 0, 16));
-    bytes = addends + (row_groups == 1 ? 2 * kMostBlockRows + m * plan.block_rows() * 4 : 0);
+    bytes = (plan.boxed ? kBoxAlignment : 0) + addends +
+            (row_groups == 1 ? 2 * kMostBlockRows + m * plan.block_rows() * 4 : 0);
   }
 };
 

@@ -12,12 +12,15 @@
 #include "few_rows_gemm_plan.cuh"
 #include "few_rows_gemm_weights.cuh"
 #include "fp8.cuh"
+#include "mma.cuh"
 #include "norm.cuh"
 #include "own_slots.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8::few_rows_gemm {
+
+constexpr int kWidePiece = 64;  // bytes
 
 template <typename Wide>
 class Preparer {
@@ -26,7 +29,17 @@ class Preparer {
       : arguments_(arguments), shared_(shared), first_(part.first_chunk * kChunk),
         columns_(min(part.chunks * kChunk, arguments.problem.k - first_)), lane_(part.lane) {}
 
-  // Starts the copies, which are a batch.
+  // Starts the copies of what no kernel before has made.
+  __device__ void fetch_parameters() const {
+    if (!preparation().normalizes) return;
+#pragma unroll 1
+    for (int i = threadIdx.x * 4; i < columns_; i += arguments_.course.threads * 4) {
+      fetch(norm_scale() + i, arguments_.operands.norm_scale + first_ + i);
+      if (centres()) fetch(norm_bias() + i, arguments_.operands.norm_bias + first_ + i);
+    }
+  }
+
+  // Starts the copies of the rows, which end a batch.
   __device__ void fetch_rows() {
     // Here and not where it is used: behind the weights it would arrive late.
     if (preparation().casts) scale_ = load_now(arguments_.operands.a_scale);
@@ -36,29 +49,29 @@ class Preparer {
     const auto* const a = static_cast<const BFloat16*>(arguments_.operands.a) + first;
     const Divisor& all = arguments_.course.raw_vectors;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < arguments_.problem.m * all.divisor; i += blockDim.x) {
+    for (int i = threadIdx.x; i < arguments_.problem.m * all.divisor; i += arguments_.course.threads) {
       const int row = quotient(i, all), vector = i - row * all.divisor;
       if (vector >= vectors) continue;
       fetch(raw(row) + vector * kVectorWidth, a + int64_t{row} * k + vector * kVectorWidth);
     }
-    if (normalizes) {
-#pragma unroll 1
-      for (int i = threadIdx.x * 4; i < columns_; i += blockDim.x * 4) {
-        fetch(norm_scale() + i, arguments_.operands.norm_scale + first_ + i);
-        if (centres()) fetch(norm_bias() + i, arguments_.operands.norm_bias + first_ + i);
-      }
-    }
     end_batch();
   }
 
-  // To `target`, from which the products read rows of `row_bytes`; behind the end of k zeros. All threads must call it,
-  // with a barrier before and after.
+  // Where the lane's first eight elements of a chunk lie in the first row, if rows are prepared in place. The other 24
+  // follow, eight after each kWidePiece bytes.
+  __device__ const uint8_t* elements(int chunk) const {
+    return reinterpret_cast<const uint8_t*>(own(0) + chunk * kChunk) + lane_ % 4 * 16;
+  }
+
+  // To `target`, from which the products read rows of `row_bytes`; behind the end of k zeros. Without a target: in
+  // place, and in Wide, which has all values of E4M3. All threads that multiply must call it, with a barrier before and
+  // after.
   __device__ void make(uint8_t* target, int row_bytes) const {
     const Course& course = arguments_.course;
-    const int warps = static_cast<int>(blockDim.x) / kWarp, rows = quotient(warps, course.by_sharing);
+    const int warps = course.warps, rows = quotient(warps, course.by_sharing);
     const int own_row = quotient(static_cast<int>(threadIdx.x) / kWarp, course.by_sharing);
     const float multiplier = multiplier_of(scale_);
-    const int all = course.steps * arguments_.plan.depth_warps * kChunk;
+    const int all = course.steps * arguments_.plan.depth_warps * arguments_.plan.step_chunks * kChunk;
     for (int first = 0; first < arguments_.problem.m; first += rows) {
       const int row = first + own_row;
       const bool exists = own_row < rows && row < arguments_.problem.m;
@@ -66,10 +79,15 @@ class Preparer {
       if (preparation().normalizes) measure(exists ? row : 0, mean, rstd);
       if (!exists) continue;
 #pragma unroll 1
-      for (int column = first_column(); column < all; column += course.sharing * kStep) {
+      for (int column = first_column(); column - lane_ * kVectorWidth < all; column += course.sharing * kStep) {
         float x[kVectorWidth] = {};
         if (column < columns_) prepare(row, column, mean, rstd, x);
-        write(target + row * row_bytes, column, multiplier, x);
+        if (target == nullptr) {
+          __syncwarp();  // all lanes have read what is written over
+          if (column < all) write_wide(own(row) + wide_place(column), multiplier, x);
+        } else if (column < all) {
+          write(target + row * row_bytes, column, multiplier, x);
+        }
       }
     }
   }
@@ -89,6 +107,8 @@ class Preparer {
   __device__ BFloat16* raw(int row) const {
     return reinterpret_cast<BFloat16*>(shared_ + arguments_.layout.raw + row * arguments_.layout.raw_row);
   }
+  // The block's part of a row.
+  __device__ BFloat16* own(int row) const { return raw(row) + (preparation().normalizes ? first_ : 0); }
   __device__ float* norm_scale() const { return reinterpret_cast<float*>(shared_ + arguments_.layout.norm); }
   __device__ float* norm_bias() const { return norm_scale() + arguments_.course.chunks * kChunk; }
 
@@ -124,15 +144,14 @@ class Preparer {
     if (course.sharing == 1) return of_warp;
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     if (lane_ == 0) partial[warp] = of_warp;
-    __syncthreads();
-    const int other = warp - remainder_of(warp, course.by_sharing) + lane_;
-    const bool is_of_row = lane_ < course.sharing && other < static_cast<int>(blockDim.x) / kWarp;
-    return warp_sum(is_of_row ? partial[other] : 0.0f);
+    wait_for_products(arguments_);
+    const int own = lane_ % kMostWarps, other = warp - remainder_of(warp, course.by_sharing) + own;
+    return warp_sum<kMostWarps>(own < course.sharing && other < course.warps ? partial[other] : 0.0f);
   }
 
   // Eight elements of this block's part of k.
   __device__ void prepare(int row, int column, float mean, float rstd, float (&x)[kVectorWidth]) const {
-    unpack(read_vector(raw(row) + (preparation().normalizes ? first_ : 0) + column), x);
+    unpack(read_vector(own(row) + column), x);
     if (!preparation().normalizes) return;
     float scale[kVectorWidth], bias[kVectorWidth];
     unpack(read_vector(norm_scale() + column), scale);
@@ -142,6 +161,25 @@ class Preparer {
       x[j] = norm::normalized(x[j], mean, rstd, scale[j], centres() ? bias[j] : norm::kNoBias);
     }
     round_all<BFloat16>(x);
+  }
+
+  // Where eight elements of a chunk are that a lane multiplies first, second, ...: so that four lanes read 64 bytes.
+  __device__ static int wide_place(int column) {
+    const int eight = column % kChunk / kVectorWidth;
+    return column / kChunk * kChunk + (eight % 4 * 4 + eight / 4) * kVectorWidth;
+  }
+
+  __device__ static void write_wide(BFloat16* target, float multiplier, const float (&x)[kVectorWidth]) {
+    if constexpr (std::is_same_v<Wide, Float16>) {
+      uint32_t words[4];
+      widen(quantize_four<Fp8Type::kE4M3>(x, multiplier), words[0], words[1], Float16{});
+      widen(quantize_four<Fp8Type::kE4M3>(x + 4, multiplier), words[2], words[3], Float16{});
+      *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      Vector<BFloat16> packed;
+      pack(x, packed, 0);
+      write_vector(target, packed);
+    }
   }
 
   __device__ static void write(uint8_t* row, int column, float multiplier, const float (&x)[kVectorWidth]) {

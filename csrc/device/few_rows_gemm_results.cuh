@@ -8,8 +8,10 @@
 #include "activation.cuh"
 #include "async_copy.cuh"
 #include "cluster.cuh"
+#include "few_rows_gemm_pairs.cuh"
 #include "few_rows_gemm_plan.cuh"
 #include "few_rows_gemm_weights.cuh"
+#include "prefetch.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8::few_rows_gemm {
@@ -22,54 +24,18 @@ template <Scaling kScaling>
 struct Factors {
   float alpha, a_scale = 1.0f, b_scale = 1.0f;
 
+  // While kernels before this one may still run. One of them may make the scale of a, which comes to L2 meanwhile.
   __device__ explicit Factors(const Arguments& arguments) : alpha(arguments.problem.alpha) {
-    if constexpr (kScaling != Scaling::kLines) a_scale = load_now(arguments.operands.a_scale);
+    if (threadIdx.x == 0) ask_for_line(arguments.operands.a_scale);
     if constexpr (kScaling == Scaling::kOne) b_scale = load_now(arguments.operands.b_scale);
+  }
+
+  __device__ void load_late(const Arguments& arguments) {
+    if constexpr (kScaling != Scaling::kLines) a_scale = load_now(arguments.operands.a_scale);
   }
 
   __device__ float product() const { return alpha * (a_scale * b_scale); }
 };
-
-// Two neighbours of a row, as they lie in memory. Their dtype is known at run time: code for each would take longer to
-// arrive at a multiprocessor than the choice takes.
-struct Pair {
-  uint32_t words[2];  // of 16-bit types the first word alone
-};
-
-__device__ inline Pair read_pair(const void* source, int64_t pair, SourceType type) {
-  if (type != SourceType::kFloat32) return {static_cast<const uint32_t*>(source)[pair], 0};
-  const uint2 two = static_cast<const uint2*>(source)[pair];
-  return {two.x, two.y};
-}
-
-__device__ inline float2 floats_of(const Pair& pair, SourceType type) {
-  if (type == SourceType::kFloat32) return {__uint_as_float(pair.words[0]), __uint_as_float(pair.words[1])};
-  float two[2];
-  if (type == SourceType::kBFloat16) {
-    unpack(pair.words[0], two, BFloat16{});
-  } else {
-    unpack(pair.words[0], two, Float16{});
-  }
-  return {two[0], two[1]};
-}
-
-// Rounds.
-__device__ inline Pair pair_of(float2 value, SourceType type) {
-  if (type == SourceType::kFloat32) return {__float_as_uint(value.x), __float_as_uint(value.y)};
-  return {type == SourceType::kBFloat16 ? pack(value.x, value.y, BFloat16{}) : pack(value.x, value.y, Float16{}), 0};
-}
-
-__device__ inline void write_pair(void* target, int64_t pair, const Pair& value, SourceType type) {
-  if (type == SourceType::kFloat32) {
-    static_cast<uint2*>(target)[pair] = make_uint2(value.words[0], value.words[1]);
-  } else {
-    static_cast<uint32_t*>(target)[pair] = value.words[0];
-  }
-}
-
-__device__ inline float2 add(float2 one, float2 other) {
-  return {__fadd_rn(one.x, other.x), __fadd_rn(one.y, other.y)};
-}
 
 // What is added to two neighbours of d; to a gate and its linear part each a bias.
 struct Addends {
@@ -91,6 +57,13 @@ __device__ inline float2 activated(const Problem& problem, float2 gate, float2 l
   return problem.gated ? float2{result.x * linear.x, result.y * linear.y} : result;
 }
 
+// Two neighbours of d: where they lie among those of the block, and in d.
+struct Target {
+  int pair;
+  int64_t place;
+  bool exists;
+};
+
 // The results of a block: m rows of d and the columns of its rows of b, in pairs of neighbours.
 template <int kRowGroups, int kRowTiles>
 class Results {
@@ -100,8 +73,9 @@ class Results {
       : arguments_(arguments), part_(part), shared_(shared), received_(received),
         parts_(kRowGroups == 1 ? arguments.course.parts : 1),
         log2_width_(arguments.course.log2_pairs - (parts_ - 1)), pairs_(arguments.problem.m << log2_width_),
-        block_pairs_(arguments.layout.received_part / (8 * parts_)) {
-    if constexpr (kFetchesAddends) fetch_addends();
+        block_pairs_(arguments.layout.received_part / (8 * parts_)),
+        first_(target_of(static_cast<int>(threadIdx.x))) {
+    if constexpr (kFetchesAddends) fetch_bias();
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if (arguments.plan.cluster == 1) return;
     if (threadIdx.x == 0) {
@@ -113,15 +87,24 @@ class Results {
 #endif
   }
 
+  // Where kernels before have written it.
+  __device__ void fetch_c() const {
+    if constexpr (kFetchesAddends) {
+      if (arguments_.operands.c == nullptr) return;
+      fetch_rows(addends(0), arguments_.operands.c, arguments_.problem.m, element_bytes() / 2);
+    }
+  }
+
   __device__ void write(const Sums<kRowGroups, kRowTiles>& sums, float factor) {
-    __syncthreads();  // all have used weights and activations, whose place the sums take
+    wait_for_products(arguments_);  // all have used weights and activations, whose place the sums take
     put(sums);
-    __syncthreads();
+    wait_for_products(arguments_);
     if (arguments_.plan.cluster > 1) exchange();
     const int own_pairs = arguments_.plan.cluster == 1 ? pairs_ : pairs_of(part_.rank);
-    for (int i = static_cast<int>(threadIdx.x); i < own_pairs; i += static_cast<int>(blockDim.x)) {
-      const int pair = part_.rank * block_pairs_ + i;
-      finish(pair, arguments_.plan.cluster == 1 ? sums_of_warps(pair) : sums_of_blocks(i), factor);
+    Target target = first_;
+    for (int i = static_cast<int>(threadIdx.x); i < own_pairs; target = target_of(i)) {
+      finish(target, arguments_.plan.cluster == 1 ? sums_of_warps(target.pair) : sums_of_blocks(i), factor);
+      i += arguments_.course.threads;
     }
   }
 
@@ -139,10 +122,8 @@ class Results {
     return shared_ + arguments_.layout.addends + (row < 0 ? 0 : kBiasBytes + row * columns() * element_bytes());
   }
 
-  __device__ void fetch_addends() const {
-    const Operands& operands = arguments_.operands;
-    if (operands.bias != nullptr) fetch_rows(addends(-1), operands.bias, parts_, 1);
-    if (operands.c != nullptr) fetch_rows(addends(0), operands.c, arguments_.problem.m, element_bytes() / 2);
+  __device__ void fetch_bias() const {
+    if (arguments_.operands.bias != nullptr) fetch_rows(addends(-1), arguments_.operands.bias, parts_, 1);
   }
 
   // This block's columns of some rows, each of a power of two of vectors.
@@ -150,7 +131,7 @@ class Results {
     const int log2_vectors = log2_width_ + 1 + log2_bytes - 4, vectors = 1 << log2_vectors;
     const auto* const source = static_cast<const uint8_t*>(from);
     const int first = first_column() << log2_bytes, row_bytes = arguments_.course.d_columns << log2_bytes;
-    for (int i = static_cast<int>(threadIdx.x); i < rows << log2_vectors; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < rows << log2_vectors; i += arguments_.course.threads) {
       const int row = i >> log2_vectors, byte = first + (i & (vectors - 1)) * 16;
       if (byte >= row_bytes) continue;
       fetch(reinterpret_cast<uint4*>(to + i * 16),
@@ -193,6 +174,7 @@ class Results {
   // The sums over the warps that share the rows of b.
   __device__ Totals sums_of_warps(int pair) const {
     Totals totals = {};
+#pragma unroll 4
     for (int warp = 0; warp < arguments_.plan.depth_warps; ++warp) {
       const auto* const row = reinterpret_cast<const float2*>(row_of_sums(warp, pair >> log2_width_));
       totals.sums[0] = add(totals.sums[0], row[place_in_sums(column_of(pair), 0)]);
@@ -212,7 +194,7 @@ class Results {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     wait_for_cluster();  // all have begun their barriers
     for (int block = 0; block < arguments_.plan.cluster; ++block) {
-      for (int i = static_cast<int>(threadIdx.x); i < pairs_of(block); i += static_cast<int>(blockDim.x)) {
+      for (int i = static_cast<int>(threadIdx.x); i < pairs_of(block); i += arguments_.course.threads) {
         const Totals totals = sums_of_warps(block * block_pairs_ + i);
         send(totals.sums[0], received_from(part_.rank, 0) + i, received_, block);
         if (parts_ == 2) send(totals.sums[1], received_from(part_.rank, 1) + i, received_, block);
@@ -224,6 +206,7 @@ class Results {
 
   __device__ Totals sums_of_blocks(int i) const {
     Totals totals = {};
+#pragma unroll 2
     for (int block = 0; block < arguments_.plan.cluster; ++block) {
       totals.sums[0] = add(totals.sums[0], received_from(block, 0)[i]);
       if (parts_ == 2) totals.sums[1] = add(totals.sums[1], received_from(block, 1)[i]);
@@ -254,7 +237,8 @@ class Results {
     return arguments_.problem.d == SourceType::kFloat32 ? SourceType::kBFloat16 : arguments_.problem.d;
   }
 
-  __device__ Addends read_addends(int pair) const {
+  __device__ Addends read_addends(const Target& target) const {
+    const int pair = target.pair;
     const Operands& operands = arguments_.operands;
     Addends read = {};
 #pragma unroll
@@ -271,16 +255,22 @@ class Results {
     if constexpr (kFetchesAddends) {
       read.c = read_pair(addends(pair >> log2_width_), column_of(pair), arguments_.problem.d);
     } else {
-      read.c = read_pair(operands.c, place_in_d(pair), arguments_.problem.d);
+      read.c = read_pair(operands.c, target.place, arguments_.problem.d);
     }
     return read;
   }
 
-  __device__ void finish(int pair, const Totals& totals, float factor) const {
-    if (is_behind_last_column(pair)) return;
+  // Of the i-th pair that this block writes.
+  __device__ Target target_of(int i) const {
+    const int pair = part_.rank * block_pairs_ + i;
+    return {pair, place_in_d(pair), !is_behind_last_column(pair)};
+  }
+
+  __device__ void finish(const Target& target, const Totals& totals, float factor) const {
+    if (!target.exists) return;
     const Operands& operands = arguments_.operands;
     const SourceType type = arguments_.problem.d;
-    const Addends addends = read_addends(pair);
+    const Addends addends = read_addends(target);
     float2 results[2];
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
@@ -291,7 +281,7 @@ class Results {
     float2 d = results[0];
     if (kRowGroups == 1 && arguments_.problem.activates) d = activated(arguments_.problem, d, results[1]);
     if (operands.c != nullptr) d = add(d, floats_of(addends.c, type));
-    write_pair(operands.d, place_in_d(pair), pair_of(d, type), type);
+    write_pair(operands.d, target.place, pair_of(d, type), type);
   }
 
   const Arguments& arguments_;
@@ -300,6 +290,7 @@ class Results {
   Barrier& received_;
   const int parts_;  // of a result: 2 with gates
   const int log2_width_, pairs_, block_pairs_;
+  const Target first_;  // of this thread
 };
 
 }  // namespace jax_fp8::few_rows_gemm

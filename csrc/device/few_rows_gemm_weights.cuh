@@ -1,6 +1,8 @@
 // The weights of a GEMM of few rows, on their way from memory to the registers of a lane: a ring in shared memory that
-// needs no barrier, since each lane reads only what it has copied itself.
+// needs no barrier, since each lane reads only what it has copied itself. few_rows_gemm_boxes.cuh has another.
 #pragma once
+
+#include <cuda.h>
 
 #include <cstdint>
 
@@ -12,6 +14,7 @@ namespace jax_fp8::few_rows_gemm {
 
 // The kernel's parameter.
 struct Arguments {
+  CUtensorMap weights;  // in boxes
   Problem problem;
   Operands operands;
   Plan plan;
@@ -19,6 +22,11 @@ struct Arguments {
   Layout layout;
   bool follows;  // whether kernels before this one may still run when it begins
 };
+
+// A barrier of the threads that multiply.
+__device__ inline void wait_for_products(const Arguments& arguments) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1), "r"(arguments.course.threads) : "memory");
+}
 
 // Waits until all batches of this thread but the latest kCount have arrived.
 template <int kCount>
@@ -48,17 +56,22 @@ __device__ inline float load_now(const float* source) {
 // This block's part of k and this warp's rows of b.
 struct Part {
   int rank, first_row, first_chunk, chunks;  // the block's rank in its cluster; the block's first row of b
-  int row_warp, depth_warp, lane;
+  int warp, row_warp, depth_warp, lane;
 
   __device__ explicit Part(const Arguments& arguments) {
     const Plan& plan = arguments.plan;
-    const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32;
+    const int block = static_cast<int>(blockIdx.x);
     rank = block & (plan.cluster - 1);
     first_row = (block >> arguments.course.log2_cluster) * arguments.course.block_rows;
     first_chunk = rank * arguments.course.chunks;
     chunks = min(arguments.course.chunks, arguments.course.all_chunks - first_chunk);
-    row_warp = quotient(warp, arguments.course.depth_warps), depth_warp = warp - row_warp * plan.depth_warps;
+    set_warp(arguments, static_cast<int>(threadIdx.x) / 32);
     lane = static_cast<int>(threadIdx.x) % 32;
+  }
+
+  __device__ void set_warp(const Arguments& arguments, int number) {
+    warp = number, row_warp = quotient(number, arguments.course.depth_warps);
+    depth_warp = number - row_warp * arguments.plan.depth_warps;
   }
 };
 
@@ -68,6 +81,22 @@ __device__ inline void fetch_weights(void* shared, const void* source) {
                :
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(source), "n"(16)
                : "memory");
+}
+
+// The row of b that is row `row` of this warp. A row behind the last one is that again; its sums are not written. With
+// gates, the first tile of a warp has rows of the gate, and the second the same ones of the linear part.
+__device__ inline const uint8_t* weights_of(const Arguments& arguments, const Part& part, int row_tiles, int row) {
+  const bool gated = arguments.problem.gated;
+  const int columns = arguments.course.d_columns, tile = row / kWarpRows;
+  const int first = gated ? part.first_row / 2 + part.row_warp * kWarpRows
+                          : part.first_row + (part.row_warp * row_tiles + tile) * kWarpRows;
+  const int64_t within = min(first, columns - kWarpRows) + (gated ? tile * columns : 0) + row % kWarpRows;
+  return static_cast<const uint8_t*>(arguments.operands.b) + within * arguments.problem.k;
+}
+
+// The chunk of this block's part of k with which a step of the warp begins.
+__device__ inline int chunk_of(const Arguments& arguments, const Part& part, int step) {
+  return (step * arguments.plan.depth_warps + part.depth_warp) * arguments.plan.step_chunks;
 }
 
 // What the lane copies ahead, in a ring of batches.
@@ -80,48 +109,45 @@ class Weights {
       : arguments_(arguments), part_(part), slots_(shared + arguments.layout.ring + threadIdx.x * kLaneBytes) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      // A tile behind the last row reads the last one; its sums are not written.
-      // With gates, the first tile of a warp has rows of the gate, and the second the same ones of the linear part.
-      const bool gated = arguments.problem.gated;
-      const int d_columns = arguments.course.d_columns;
-      const int row = gated ? part.first_row / 2 + part.row_warp * kWarpRows
-                            : part.first_row + (part.row_warp * kRowTiles + tile) * kWarpRows;
-      const int64_t within = min(row, d_columns - kWarpRows) + (gated ? tile * d_columns : 0) + part.lane / 4;
-      rows_[tile] = static_cast<const uint8_t*>(arguments.operands.b) + within * arguments.problem.k;
+      rows_[tile] = weights_of(arguments, part, kRowTiles, tile * kWarpRows + part.lane / 4);
     }
   }
 
-  __device__ bool has(int step) const { return chunk_of(step) < part_.chunks; }
-
-  __device__ void fetch(int step) {
-    if (has(step)) {
+  // Into a slot of the ring, as a batch.
+  __device__ void fetch(int step, int slot) {
+    const int chunk = chunk_of(arguments_, part_, step);
+    if (chunk < part_.chunks) {
       const int k = arguments_.problem.k;
       const int64_t below = int64_t{8} * k;
-      uint8_t* const slot = slots_ + step % kStages * arguments_.layout.stage;
+      uint8_t* const target = slots_ + slot * arguments_.layout.stage;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // Behind the end of k the activations are zeros. What they are multiplied by must be a number, or a NaN that
         // this row of b has anyway.
-        const int depth = (part_.first_chunk + chunk_of(step)) * kChunk + half * 64 + part_.lane % 4 * kLaneBytes;
+        const int depth = (part_.first_chunk + chunk) * kChunk + half * 64 + part_.lane % 4 * kLaneBytes;
         const int within = min(depth, k - kLaneBytes);
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
-          fetch_weights(slot + offset(tile, 0, half), rows_[tile] + within);
-          fetch_weights(slot + offset(tile, 1, half), rows_[tile] + below + within);
+          fetch_weights(target + offset(tile, 0, half), rows_[tile] + within);
+          fetch_weights(target + offset(tile, 1, half), rows_[tile] + below + within);
         }
       }
     }
     end_batch();
   }
 
+  // Waits until the next batch is here.
+  __device__ void wait_for(int slot) {
+    slot_ = slots_ + slot * arguments_.layout.stage;
+    wait_for_all_but<kStages - 1>();
+  }
+
   // The lane's elements of row g, or g + 8, of a tile.
-  __device__ uint4 read(int step, int tile, int lower, int half) const {
-    return read_four(slots_ + step % kStages * arguments_.layout.stage + offset(tile, lower, half));
+  __device__ uint4 read(int, int tile, int lower, int half) const {
+    return read_four(slot_ + offset(tile, lower, half));
   }
 
  private:
-  __device__ int chunk_of(int step) const { return step * arguments_.plan.depth_warps + part_.depth_warp; }
-
   __device__ static int offset(int tile, int lower, int half) {
     return ((tile * 2 + lower) * 2 + half) * static_cast<int>(blockDim.x) * kLaneBytes;
   }
@@ -129,7 +155,7 @@ class Weights {
   const Arguments& arguments_;
   const Part& part_;
   uint8_t* const slots_;
-  const uint8_t* rows_[kRowTiles];
+  const uint8_t *slot_, *rows_[kRowTiles];
 };
 
 }  // namespace jax_fp8::few_rows_gemm

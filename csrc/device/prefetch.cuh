@@ -16,4 +16,9 @@ __device__ inline void ask_for(const void* first, int64_t bytes) {
 #endif
 }
 
+// The line of a few bytes.
+__device__ inline void ask_for_line(const void* bytes) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(bytes) : "memory");
+}
+
 }  // namespace jax_fp8

@@ -121,7 +121,6 @@ class Fp8Gemm:
       is_recorded: whether the amax of the output gradient reaches the state; static.
       amax_axes: mesh axes that split the tensors, so that an amax is a maximum over them; static.
       unused: rows of the state for tensors that this GEMM does not have; static.
-      upcoming: weights (n, k) in FP8 of the GEMMs after this one, where it may ask for them in advance.
     """
 
     recipe: Recipe = field(metadata={"static": True})
@@ -132,7 +131,6 @@ class Fp8Gemm:
     is_recorded: bool = field(default=True, metadata={"static": True})
     amax_axes: tuple[str, ...] = field(default=(), metadata={"static": True})
     unused: tuple[int, ...] = field(default=(), metadata={"static": True})
-    upcoming: tuple[jax.Array, ...] = ()
 
     def cast(self, tensor: int, measure: Callable[[], jax.Array]) -> Cast:
         """How INPUT, KERNEL or OUTPUT_GRADIENT is cast; `measure` finds its amax f32[], for a recipe that asks for it.

@@ -116,9 +116,7 @@ def prepare_reference(
 
 @dataclass(frozen=True)
 class Around:
-    """What is around a product, and which operands it has. `norm`, `activation`: or ""; `upcoming`: how many, of which
-    `upcoming_bytes` are asked for.
-    """
+    """What is around a product, and which operands it has. `norm`, `activation`: or ""."""
 
     dtype: np.dtype
     has_bias: bool
@@ -129,8 +127,6 @@ class Around:
     cast: CastRule | None
     activation: str
     widths: tuple[int, ...]
-    upcoming: int = 0
-    upcoming_bytes: int = 0
 
     @property
     def gated(self) -> bool:

@@ -45,10 +45,6 @@ TARGET = "jax_fp8_few_rows_gemm"
 # The most rows of a product that takes this kernel, of activations in E4M3 and in bfloat16. Measured on an H100: with
 # 64 rows cuBLASLt's FP8 is faster, 44 us for the four GEMMs of a layer that is 2,048 wide, against 68 us.
 MOST_ROWS = 16
-# How many bytes of weights that later kernels read a product asks for, so that memory works on while it ends. Not
-# measured yet: 0 asks for none.
-UPCOMING_BYTES = 0
-MOST_UPCOMING = 2  # matrices; as in csrc/few_rows_gemm.h
 KERNEL_ROWS = 64  # the most that the kernel multiplies; as in csrc/device/few_rows_gemm_plan.cuh
 # Of the dtype of a and the tiles of a and b, how the kernel is called.
 SCALINGS: dict[tuple[np.dtype, Tiles], str] = {
@@ -194,8 +190,6 @@ def call_few_rows(
         activation=around.activation if around else "",
         second_part=np.int64(around.part_starts[0] if around else 0),
         third_part=np.int64(around.part_starts[1] if around else 0),
-        upcoming=np.int32(around.upcoming if around else 0),
-        upcoming_bytes=np.int64(around.upcoming_bytes if around else 0),
     )
 
 

@@ -20,7 +20,6 @@ from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.types import PyTree
-from jax_fp8.kernels import few_rows_gemm
 from jax_fp8.kernels.activation import activate, is_gated
 from jax_fp8.kernels.casting import tile_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule
@@ -42,7 +41,6 @@ def multiply_prepared(
     c: jax.Array | None = None,
     activation: str | None = None,
     widths: tuple[int, ...] = (),
-    upcoming: tuple[jax.Array, ...] = (),
 ) -> PyTree:
     """`multiply_few_rows` with what the kernel does before and after.
 
@@ -53,8 +51,6 @@ def multiply_prepared(
         half of the columns.
       widths: two or three numbers of columns, multiples of 16, into which the result is cut, without `c`. The kernel
         writes each part as an array of its own, without a copy.
-      upcoming: weights (n, k) of the products after this one, on one device. They change nothing: the kernel asks for
-        their first `UPCOMING_BYTES`, so that these are in the GPU's L2 cache by then.
 
     Returns:
       (m, n) in `dtype`; with a gated activation (m, n / 2); with `widths` a tuple.
@@ -75,8 +71,6 @@ def multiply_prepared(
         cast=cast and cast.rule,
         activation=activation or "",
         widths=widths,
-        upcoming=len(upcoming),
-        upcoming_bytes=few_rows_gemm.UPCOMING_BYTES if upcoming else 0,
     )
     values = a.x if isinstance(a, FewRows) else a.values if isinstance(a, Fp8Array) else a
     source = cast.source if cast else a.scale if isinstance(a, Fp8Array) else jnp.float32(1)
@@ -92,7 +86,6 @@ def multiply_prepared(
     if norm is not None:
         of_norm = [vector.astype(jnp.float32) for vector in (norm.scale, norm.bias) if vector is not None]
         operands, rule = [*operands, *of_norm], rule + ", p" * len(of_norm)
-    operands, rule = [*operands, *upcoming], rule + "".join(f", {dims}" for dims in ("s t", "u v")[: len(upcoming)])
     results = ", ".join(f"m {dim}" for dim in "xyz"[: len(widths)]) if widths else "m h" if around.gated else "m n"
     rule = f"{rule} -> {results}"
     kernel, reference = (partial(form, rule, around) for form in (_kernel, _reference))
@@ -159,7 +152,6 @@ def _kernel(rule: str, around: Around, *arrays: jax.Array, split: Split):
 
 def _reference(rule: str, around: Around, *arrays: jax.Array, split: Split):
     a, b, source, b_scale, *others = _whole(rule, split, arrays)
-    others = others[: len(others) - around.upcoming]
     addends, of_norm = others[: around.has_bias + around.has_c], others[around.has_bias + around.has_c :]
     norm = NormParameters(of_norm[0], of_norm[1] if len(of_norm) > 1 else None) if of_norm else None
     a_scale = scale_of(Cast(source, around.cast)) if around.cast else source
@@ -173,17 +165,13 @@ def _reference(rule: str, around: Around, *arrays: jax.Array, split: Split):
 
 
 def product_of(
-    rows: Fp8Array | FewRows,
-    dtype: jax.typing.DTypeLike,
-    activation: str | None,
-    accumulation: str,
-    upcoming: tuple[jax.Array, ...] = (),
+    rows: Fp8Array | FewRows, dtype: jax.typing.DTypeLike, activation: str | None, accumulation: str
 ) -> Callable[..., jax.Array]:
     """The product of these rows by a weight, as a function of the weight, `bias=` and `c=`, which it does not write
-    over. Only rows that the kernel prepares can have an activation, and ask for weights of later products.
+    over. Only rows that the kernel prepares can have an activation.
     """
     if isinstance(rows, FewRows):
-        return partial(multiply_prepared, rows, dtype=dtype, activation=activation, upcoming=upcoming)
+        return partial(multiply_prepared, rows, dtype=dtype, activation=activation)
     return partial(matmul, rows, c_in_place=False, dtype=dtype, accumulation=accumulation)
 
 

@@ -5,7 +5,7 @@
 tree of arrays, which one program may return and another take.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.formats import INPUT, KERNEL
-from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.frozen import FROZEN, frozen_weight, is_frozen
 from jax_fp8.core.paths import (
     LayerPath,
@@ -29,16 +28,14 @@ from jax_fp8.core.paths import (
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recipe_rules import recipe_at
 from jax_fp8.core.types import PyTree, Variables
-from jax_fp8.kernels import few_rows_gemm
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.chain import chained
-from jax_fp8.kernels.few_rows import is_alone
 from jax_fp8.kernels.quantize import quantize_rowwise
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 from jax_fp8.nn.attention import KV_CACHE, PROJECTIONS
-from jax_fp8.nn.gemm import UPCOMING, shared_fields
+from jax_fp8.nn.gemm import shared_fields
 from jax_fp8.ops.cached_attention import KeyValueCache, Slots, empty_slots, positions_of
 from jax_fp8.ops.gemm_residual import as_one_array
 from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead, finished_logits
@@ -107,8 +104,7 @@ class Reader:
         positions = positions_of(lengths, slots, step)
         # Without this barrier XLA cuts the joined arrays before a loop around this call, and joins them in every turn.
         joined_arrays, tokens = lax.optimization_barrier((self.weights.joined, tokens))
-        weights, gemms = replace(self.weights, joined=joined_arrays), [*gemms_of(self.body.config)]
-        variables = {**weights.variables(gemms), KV_CACHE: kv_caches}
+        variables = {**replace(self.weights, joined=joined_arrays).variables(), KV_CACHE: kv_caches}
         apply = partial(self.body.apply, mutable=[KV_CACHE])
         x, written = (apply if step is None else chained(apply))(variables, tokens, positions, last)
         layers: PyTree = written[KV_CACHE]
@@ -164,9 +160,9 @@ class _Weights:
         collections = {"fp8": state, CACHE: cast, FROZEN: frozen}
         return cls(_with_wide_vectors(params), joined_arrays, tuple(widths.items()), collections)
 
-    def variables(self, gemms: Sequence[LayerPath]) -> dict[str, PyTree]:
-        """For `apply`, of a model with these GEMMs in order. It cuts the joined arrays into the params of layers, and
-        their op joins these again. XLA cancels the one against the other.
+    def variables(self) -> dict[str, PyTree]:
+        """For `apply`. It cuts the joined arrays into the params of layers, and their op joins these again. XLA cancels
+        the one against the other.
         """
         parts, widths = {}, dict(self.widths)
         for gemm, leaves in self.joined.items():
@@ -174,21 +170,7 @@ class _Weights:
                 cut = split_columns(array, widths[gemm])
                 parts |= {(*path[:-1], leaf): part for path, part in zip(kernel_paths(gemm), cut, strict=True)}
         params = map_with_names(lambda path, param: parts.get(path, param), self.params)
-        collections = {name: collection for name, collection in self.fp8.items() if collection}
-        if few_rows_gemm.UPCOMING_BYTES and is_alone():
-            collections[UPCOMING] = self._upcoming(gemms)
-        return {"params": params, **collections}
-
-    def _upcoming(self, gemms: Sequence[LayerPath]) -> dict[str, PyTree]:
-        """For each GEMM the weights of those after it, of which some may not be in FP8."""
-        kept = [at_path(self.fp8[CACHE], gemm) or at_path(self.fp8[FROZEN], gemm) for gemm in gemms]
-        weights = [each["kernel"].columnwise if each else None for each in kept]
-        upcoming: dict[str, PyTree] = {}
-        for number, gemm in enumerate(gemms, 1):
-            after = weights[number : number + few_rows_gemm.MOST_UPCOMING]
-            values = tuple(weight.values for weight in after if isinstance(weight, Fp8Array) and weight.ndim == 2)
-            put_at_path(upcoming, gemm, {"kernels": values})
-        return upcoming
+        return {"params": params, **{name: collection for name, collection in self.fp8.items() if collection}}
 
 
 def _with_wide_vectors(params: PyTree) -> dict[str, PyTree]:

@@ -5,7 +5,6 @@
     fp8/<gemm>/{scale, amax_history}            under delayed scaling
     fp8_cache/<gemm>/kernel                     with a weight cache: the kernels in FP8, side by side
     fp8_frozen/<gemm or layer>/kernel           of frozen weights, in place of the kernels (core/frozen.py)
-    fp8_upcoming/<gemm>/kernels                 while text is generated: weights of the GEMMs after it
 
 `<gemm>` is the layer, or the joined names of several layers that make one product (core/paths.py).
 """
@@ -46,8 +45,6 @@ from jax_fp8.nn.names import named, names_of_linear
 from jax_fp8.ops.adapters import Adapter, Adapters
 from jax_fp8.ops.layer_gemm import check_frozen, check_multiples_of_16, first_state, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
-
-UPCOMING = "fp8_upcoming"
 
 
 class Fp8Module(nn.Module, kw_only=True):
@@ -285,8 +282,7 @@ def declare_state(
     if kernels:
         marked = register_gemm(module.path, recipe, parameters.kernel, weight is not None)
         parameters = replace(parameters, kernel=marked)
-    upcoming = module.get_variable(UPCOMING, "kernels", ())
-    gemm = layer_gemm(layer, recipe, parameters, scales, recorder, weight, upcoming)
+    gemm = layer_gemm(layer, recipe, parameters, scales, recorder, weight)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
     return _on_shards(DeclaredGemm(parameters, gemm, history if staging else None), split_dim)
 

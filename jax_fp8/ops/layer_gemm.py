@@ -29,7 +29,6 @@ def layer_gemm(
     scales: jax.Array | None = None,
     recorder: Recorder | None = None,
     weight: Fp8Pair | None = None,
-    upcoming: tuple[jax.Array, ...] = (),
 ) -> Fp8Gemm:
     """How the composite ops quantize the GEMM of a layer.
 
@@ -38,7 +37,6 @@ def layer_gemm(
       scales: f32[3] of its state; None for a recipe without state.
       recorder: the recorder that `value_and_grad` put beside the state; None outside of it.
       weight: the kernel in FP8, from a weight cache, or frozen.
-      upcoming: weights of the GEMMs after this one, which it may ask for in advance.
     """
     check_dtype(layer, scale=scales)
     note_recipe(layer, recipe)
@@ -48,8 +46,7 @@ def layer_gemm(
         scales = None if recorder.from_current else scales
     if weight is not None:
         _check_weight(layer, recipe, parameters, weight)
-    is_recorded = recorder is not None
-    return Fp8Gemm(recipe, layer, scales, record, weight, is_recorded, current_amax_axes(), upcoming=upcoming)
+    return Fp8Gemm(recipe, layer, scales, record, weight, recorder is not None, current_amax_axes())
 
 
 def first_state(recipe: DelayedScaling, kernels: Matrices) -> dict[str, jax.Array]:

@@ -126,7 +126,7 @@ def forward_gemm(
     """
     weight = gemm.weight or cast_weight(parameters.kernel, partial(gemm.cast, KERNEL))
     rows: PyTree = x.pair.rowwise
-    multiply = product_of(rows, dtype, activation, gemm.accumulation("fprop"), gemm.upcoming)
+    multiply = product_of(rows, dtype, activation, gemm.accumulation("fprop"))
     bias_dtype = jnp.bfloat16 if dtype == jnp.float32 else dtype  # in which the GEMM takes a bias
     with jax.named_scope(f"{gemm.name}/fprop"):
         if in_parts and isinstance(weight.columnwise, tuple):
@@ -138,9 +138,7 @@ def forward_gemm(
             )
         elif in_parts and residual is None and can_be_cut(rows, weight.columnwise, parameters.widths):
             bias = joined(parameters.bias, bias_dtype)
-            y = multiply_prepared(
-                rows, weight.columnwise, dtype=dtype, bias=bias, widths=parameters.widths, upcoming=gemm.upcoming
-            )
+            y = multiply_prepared(rows, weight.columnwise, dtype=dtype, bias=bias, widths=parameters.widths)
         elif in_parts and residual is None and has_few_rows(rows.shape[0]):
             y = split_columns(multiply(weight.columnwise, bias=joined(parameters.bias, bias_dtype)), parameters.widths)
         elif in_parts:

@@ -215,7 +215,7 @@ def test_a_mistake_is_noticed(mistake):
 def test_a_search_of_the_driver_that_failed_is_repeated():
     """In a library of its own, where none was found before: the change is one of its text only."""
     product = Product(ROWS, 128, 16, 128, by_tile=False, d=F32, sizes=[128])
-    anew = (("grouped_gemm.cu", "std::atomic<Encode> kept", "std::atomic<Encode>  kept"),)
+    anew = (("tensor_map.h", "std::atomic<Encode> kept", "std::atomic<Encode>  kept"),)
     kernels = compile_for_cpu("grouped_gemm.cu", ENTRY, anew)
     kernels.call("fail_searches", 1, orders=["forward"])
     with pytest.raises(EmulationError, match="the launch must succeed"):

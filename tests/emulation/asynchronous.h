@@ -34,6 +34,8 @@ void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place);
 void store_box(const Box& box, Place place);
 // Sends two words to the shared memory of the block that the addresses name.
 void send_pair(std::array<uint32_t, 2> pair, uint32_t shared, uint32_t barrier, Place place);
+// Copies bytes to the shared memory of this block, and counts them at the barrier.
+void load_bytes(uint32_t shared, const void* source, size_t bytes, uint32_t barrier, Place place);
 void commit_stores();
 void wait_for_stores(int left, Place place);
 
@@ -79,6 +81,7 @@ inline void cp_async_cg_shared_global_L2__128B(size_t target, const void* source
   cp_async_cg_shared_global(target, source, count, place);
 }
 inline void cp_async_bulk_prefetch_L2_global(const void* first, uint32_t bytes) { prefetch(first, bytes); }
+inline void prefetch_global_L2(const void*) {}
 inline void cp_async_wait_all() { end_fetches(); }
 inline void cp_async_commit_group() { end_batch_of_fetches(); }
 inline void cp_async_wait_group(int left) { end_batches_of_fetches(left); }
@@ -120,6 +123,12 @@ inline void setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void setmaxnreg_inc_sync_aligned_u32(int) {}
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
+
+inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(uint32_t shared, const void* source,
+                                                                              int bytes, uint32_t barrier,
+                                                                              Place place = Place::current()) {
+  load_bytes(shared, source, bytes, barrier, place);
+}
 
 inline void cp_async_bulk_tensor_3d_shared__cluster_global_mbarrier__complete_tx__bytes(
     uint32_t shared, const CUtensorMap* map, int x, int y, int z, uint32_t barrier, Place place = Place::current()) {

@@ -1,5 +1,5 @@
-// Copies of boxes between global and shared memory, pairs of words that are sent to shared memory, and barriers that
-// count arrivals and bytes.
+// Copies of boxes and of bytes between global and shared memory, pairs of words that are sent to shared memory, and
+// barriers that count arrivals and bytes.
 //
 // A copy happens at once, as late as possible or at a random time, depending on the order of threads. So one of the
 // runs finds a kernel that does not wait for a copy, or overwrites its source. The target is poison until the copy
@@ -28,11 +28,13 @@ struct Copy {
   uint32_t barrier;
   int fiber;
   size_t rank;      // of the block whose shared memory it reads or writes
-  int64_t of_group;  // of a store: its thread's group, -1 if not committed yet. Of a load: -2. Of a sent pair: -3
+  int64_t of_group;  // of a store: its thread's group, -1 if not committed yet. Else what it is
   Place place;
   std::array<uint32_t, 2> pair;
+  const void* source;  // of bytes
+  size_t bytes;
 };
-constexpr int64_t kNoGroup = -1, kLoad = -2, kPair = -3;
+constexpr int64_t kNoGroup = -1, kLoad = -2, kPair = -3, kBytes = -4;
 
 std::vector<Copy> copies;
 int64_t groups[kMostFibers];  // of committed stores, by thread
@@ -88,6 +90,10 @@ void put_pair(const Copy& copy) {
   memcpy(pointer_in_shared(copy.box.shared, copy.rank), copy.pair.data(), sizeof(copy.pair));
 }
 
+void put_bytes(const Copy& copy) {
+  memcpy(pointer_in_shared(copy.box.shared, copy.rank), copy.source, copy.bytes);
+}
+
 void make_box(const Copy& copy) {
   for_pieces(copy, [&](char* global, void* shared, uint64_t bytes) {
     if (is_load(copy)) {
@@ -104,11 +110,11 @@ void make(const Copy& copy) {
   if (!is_store(copy) && !is_running(copy.rank)) {
     return tell_at(copy.place, "a copy arrives in a block that has ended");
   }
-  copy.of_group == kPair ? put_pair(copy) : make_box(copy);
+  copy.of_group == kPair ? put_pair(copy) : copy.of_group == kBytes ? put_bytes(copy) : make_box(copy);
   if (is_store(copy)) return;
   PhaseBarrier* barrier = barrier_at(copy.barrier, copy.rank, copy.place);
   if (barrier == nullptr) return;
-  const uint64_t bytes = is_load(copy) ? copy.map.box[0] * copy.map.bytes * copy.map.box[1] : sizeof(copy.pair);
+  const uint64_t bytes = is_load(copy) ? copy.map.box[0] * copy.map.bytes * copy.map.box[1] : copy.bytes;
   barrier->bytes -= static_cast<int32_t>(bytes);
   end_phase_when_complete(*barrier);
 }
@@ -125,7 +131,7 @@ void make_some_time(const Copy& copy) {
 }
 
 void begin_copy(const Box& box, uint32_t barrier, size_t rank, int64_t of_group, Place place) {
-  const Copy copy = {*box.map, box, barrier, current, rank, of_group, place, {}};
+  const Copy copy = {*box.map, box, barrier, current, rank, of_group, place, {}, nullptr, 0};
   if (box.shared % 128 != 0) fail("%s:%u: a box at %u of shared memory", place.file_name(), place.line(), box.shared);
   for_pieces(copy, [&](char*, void* shared, uint64_t) {
     if (shared == nullptr) fail("%s:%u: a box outside of shared memory", place.file_name(), place.line());
@@ -178,7 +184,18 @@ void send_pair(std::array<uint32_t, 2> pair, uint32_t shared, uint32_t barrier, 
   void* target = pointer_in_shared(shared, rank);
   if (target == nullptr || shared % 8 != 0) fail("%s:%u: a pair at %u", place.file_name(), place.line(), shared);
   memset(target, poison, sizeof(pair));
-  make_some_time({{}, {nullptr, {}, shared}, barrier, current, rank, kPair, place, pair});
+  make_some_time({{}, {nullptr, {}, shared}, barrier, current, rank, kPair, place, pair, nullptr, sizeof(pair)});
+}
+
+void load_bytes(uint32_t shared, const void* source, size_t bytes, uint32_t barrier, Place place) {
+  const size_t rank = current_rank();
+  void* target = pointer_in_shared(shared, rank);
+  const bool is_inside = target != nullptr && pointer_in_shared(shared + bytes - 1, rank) != nullptr;
+  if (bytes == 0 || (shared | bytes | reinterpret_cast<uintptr_t>(source)) % 16 != 0 || !is_inside) {
+    fail("%s:%u: %zu bytes to %u", place.file_name(), place.line(), bytes, shared);
+  }
+  memset(target, poison, bytes);
+  make_some_time({{}, {nullptr, {}, shared}, barrier, current, rank, kBytes, place, {}, source, bytes});
 }
 
 void commit_stores() {

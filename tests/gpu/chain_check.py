@@ -1,18 +1,16 @@
-"""Tokens of a GPT on a GPU: the same bits whether kernels are in chains or ask for later weights, and how fast each is.
+"""Tokens of a GPT on a GPU: the same bits whether kernels are in chains or not, and how fast each is.
 
     python tests/gpu/chain_check.py --output chain_check.json
     python tests/gpu/chain_check.py --only time_tokens
     python tests/gpu/chain_check.py --self-test                         # the references, on a CPU
 
-A kernel that begins too early, or reads weights too late, gives other numbers only now and then. So every program runs
-several times, each time over memory filled with another pattern.
+A kernel that begins too early gives other numbers only now and then. So every program runs several times, each time
+over memory filled with another pattern.
 """
 
-import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -27,14 +25,10 @@ from gpu.kernel_check import twice_over_poison
 from gpu.report import Report, Script, on_gpu, run_script
 
 import jax_fp8 as fp8
-from jax_fp8.kernels import chain, few_rows_gemm
+from jax_fp8.kernels import chain
 from jax_fp8.kernels.chain import TARGET
 from jax_fp8.models.reader import Reader
 
-MIB = 2**20
-APART = (False, 0)  # chains, and bytes of weights that a product asks for in advance
-WAYS = [(True, 0), (False, 16 * MIB), (True, 16 * MIB)]
-TIMED = [APART, (True, 0), *((chains, size * MIB) for chains in (False, True) for size in (4, 8, 16, 24, 32, 48))]
 DELAYED = fp8.DelayedScaling(amax_history_len=2)
 LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "num_kv_heads": 2, "use_bias": False}
 # Fields of the model, recipe, prompts, and the dtype of the cache.
@@ -47,13 +41,6 @@ MODELS = {
     "gpt, 2 prompts, block scaling": ({}, fp8.BlockScaling(), 2, None),
 }
 REPEATS, STEPS = 10, 32
-
-
-@contextlib.contextmanager
-def way_of(chains: bool, upcoming: int) -> Iterator[None]:
-    """What is traced within asks for so many bytes, and has chains or none."""
-    with mock.patch.object(chain, "CHOSEN", chains), mock.patch.object(few_rows_gemm, "UPCOMING_BYTES", upcoming):
-        yield
 
 
 def prepared(model: fp8.GPT, batch: int, slots: int, steps: int, dtype=None):
@@ -92,16 +79,15 @@ def check_tokens(report: Report):
             **{"num_kv_heads": 4} | fields,
         )  # fmt: skip
         arrays = prepared(fp8.GPT(config, recipe=recipe), batch, 128, steps, dtype)
-        with way_of(*APART):
+        with mock.patch.object(chain, "CHOSEN", False):
             expected = jax.tree.map(np.asarray, jax.jit(read_tokens, static_argnums=3)(*arrays, steps))
-        for way in WAYS:
-            run = jax.jit(lambda *arrays, steps=steps: read_tokens(*arrays, steps))
-            for _ in range(repeats):
-                with way_of(*way):
-                    runs = twice_over_poison(run, *arrays)
-                for found in runs:
-                    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-                        report.bits("tokens", got, wanted, f"{name}, {way}")
+        run = jax.jit(lambda *arrays, steps=steps: read_tokens(*arrays, steps))
+        for _ in range(repeats):
+            with mock.patch.object(chain, "CHOSEN", True):
+                runs = twice_over_poison(run, *arrays)
+            for found in runs:
+                for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                    report.bits("tokens", got, wanted, name)
         reader, caches, tokens = arrays
         other = jax.jit(lambda *arrays, steps=steps: read_tokens(*arrays, steps))(reader, caches, tokens ^ 1)
         report.expect("tokens: control", not np.array_equal(other[0], expected[0]), f"{name}: another token")
@@ -113,17 +99,17 @@ def time_tokens(report: Report):
         model = fp8.GPT(fp8.GPTConfig.preset(preset), recipe=DELAYED, param_dtype=jnp.bfloat16)
         for batch in (1, 8):
             arrays = prepared(model, batch, slots, steps)
-            for way in TIMED if batch == 1 else TIMED[:2] + TIMED[4:5]:
+            for chosen in (False, True):
                 run = jax.jit(lambda *arrays: read_tokens(*arrays, steps)[0])
-                with way_of(*way):
+                with mock.patch.object(chain, "CHOSEN", chosen):
                     jax.block_until_ready(run(*arrays))
                 samples = []
                 for _ in range(5):
                     start = time.perf_counter()
                     jax.block_until_ready(run(*arrays))
                     samples.append(time.perf_counter() - start)
-                what = f"{'chains' if way[0] else 'calls'}, {way[1] // MIB} MiB in advance"
                 us = 1e6 * statistics.median(samples) / steps
+                what = "chains" if chosen else "calls"
                 report.timings.append({"what": what, "shape": f"{preset}, {batch} rows", "us a token": us})
                 print(report.timings[-1], flush=True)
 

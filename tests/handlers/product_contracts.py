@@ -27,7 +27,6 @@ def few_rows() -> Iterator[Call]:
 
 AS_IT_IS = {"norm": "", "epsilon": np.float32(0), "casts": False, "a_row": np.int32(0), "activation": ""}
 AS_IT_IS |= {"second_part": np.int64(0), "third_part": np.int64(0)}
-AS_IT_IS |= {"upcoming": np.int32(0), "upcoming_bytes": np.int64(0)}
 
 
 def prepared() -> Iterator[Call]:
@@ -43,9 +42,7 @@ def prepared() -> Iterator[Call]:
         how |= {"first_column": np.int64(0), "scaling": "", "norm": norm, "epsilon": np.float32(1e-6)}
         how |= {"casts": casts, "a_row": np.int32(2 if casts else 0), "activation": activation}
         how |= {"second_part": np.int64(number % 2 * 16), "third_part": np.int64(0)}
-        upcoming = (Buffer(E4M3, (3, 272)), Buffer(BF16, (5, 24)))[: number % 3]
-        how |= {"upcoming": np.int32(len(upcoming)), "upcoming_bytes": np.int64(1000)}
-        yield Call("few_rows_gemm", (*operands, *norms, *upcoming), (Buffer(d, (m, n // 2 if gated else n)),), how)
+        yield Call("few_rows_gemm", (*operands, *norms), (Buffer(d, (m, n // 2 if gated else n)),), how)
 
 
 def starts_of(*ends: int) -> Buffer:

@@ -17,7 +17,7 @@ import jax_fp8 as fp8
 from jax_fp8.jaxprs.equations import array_of
 from jax_fp8.jaxprs.flat import flat_program, run_equation
 from jax_fp8.kernels import chain
-from jax_fp8.kernels.chain import DTYPES, LINKS, READ_EARLY, TARGET, chained
+from jax_fp8.kernels.chain import DTYPES, LINKS, TARGET, chained
 from jax_fp8.kernels.few_rows import for_devices
 from jax_fp8.models.reader import Reader
 
@@ -179,11 +179,23 @@ def test_a_kernel_before_a_sum_that_needs_it_goes_into_the_first_chain():
     assert [len(_links(equation)) for equation in program.jaxpr.eqns if _links(equation)] == [4, 2]
 
 
-@pytest.mark.parametrize("target", READ_EARLY)
-def test_what_a_kernel_reads_before_it_waits_comes_from_outside(target):
+# Of a kernel's first seven operands, those that it reads before it waits for the kernels before it.
+@pytest.mark.parametrize(
+    ("target", "attributes", "early"),
+    [
+        ("jax_fp8_few_rows_gemm", {"has_bias": False, "has_c": False}, {1, 3, 4, 5, 6}),
+        ("jax_fp8_few_rows_gemm", {"has_bias": False, "has_c": True}, {1, 3, 5, 6}),
+        ("jax_fp8_few_rows_gemm", {"has_bias": True, "has_c": True}, {1, 3, 4, 6}),
+        ("jax_fp8_cached_attention", {}, {5, 6}),
+        ("jax_fp8_quantize", {}, set()),
+    ],
+)
+def test_what_a_kernel_reads_before_it_waits_comes_from_outside(target, attributes, early):
     for position in range(7):
-        calls = both(lambda x, at=position: link(*[x] * at, link(link(x)), *[x] * (6 - at), target=target), X)
-        assert len(calls) == (2 if position in READ_EARLY[target] else 1), "a chain of two before it, or one of three"
+        calls = both(
+            lambda x, at=position: link(*[x] * at, link(link(x)), *[x] * (6 - at), target=target, **attributes), X
+        )
+        assert len(calls) == (2 if position in early else 1), "a chain of two before it, or one of three"
 
 
 def test_arrays_that_are_updated_in_place():
@@ -231,7 +243,7 @@ DELAYED = fp8.DelayedScaling(amax_history_len=2)
     [({}, DELAYED, 1), ({}, fp8.CurrentScaling(), 2), (LLAMA, DELAYED, 8), ({}, DELAYED, 16)],
     ids=["gpt", "current", "llama", "many rows"],
 )
-def test_a_token_is_one_call(fields, recipe, batch, with_kernels):
+def test_a_token_is_one_call(fields, recipe, batch, with_kernels, monkeypatch):
     """All that is between the first GEMM of the first layer and the last one of the last layer."""
     config = fp8.GPTConfig(vocab_size=32, num_layers=3, num_heads=2, hidden_size=32, max_seq_len=32, **fields)
     model, tokens = fp8.GPT(config, recipe=recipe), jnp.zeros((batch, 1), jnp.int32)
@@ -241,6 +253,8 @@ def test_a_token_is_one_call(fields, recipe, batch, with_kernels):
     leaves, tree = jax.tree.flatten((reader, tokens, caches, jnp.int32(1)))
     random = np.random.default_rng(0)
     arrays = [as_array(random.integers(0, 20, leaf.size * leaf.dtype.itemsize, np.uint8), leaf) for leaf in leaves]
+
+    monkeypatch.setattr(chain, "CHOSEN", False)  # here, since `both` makes the chains
 
     def read(*arrays):
         reader, *others = tree.unflatten(arrays)
@@ -256,8 +270,9 @@ def test_where_there_are_no_chains(monkeypatch, with_kernels):
     def function(x):
         return jnp.sin(jnp.cos(x))
 
-    assert names(chained(function)) == ["cos", "sin"], "not chosen"
-    monkeypatch.setattr(chain, "CHOSEN", True)
+    with monkeypatch.context() as patched:
+        patched.setattr(chain, "CHOSEN", False)
+        assert names(chained(function)) == ["cos", "sin"], "not chosen"
     assert names(for_devices(2, chained(function))) == ["cos", "sin"]
     assert names(chained(function))[-1] == "cond"
     tree = {"a": X, "b": (X + 1, 2.0)}

@@ -75,17 +75,6 @@ def test_parts(widths):
         assert_same_bits(jnp.concatenate(parts, axis=1), whole)
 
 
-@pytest.mark.parametrize("how", [{}, {"widths": (32, 32)}, {"activation": "swiglu"}])
-def test_upcoming_weights_change_nothing(how):
-    x, weight, norm, bias, _ = arrays()
-    upcoming = weight.values[:16], jnp.full((48, 64), jnp.nan, E4M3)
-    for rows in (FewRows(x, CAST, norm, 1e-6), FewRows(x, CAST)):
-        apart = multiply_prepared(rows, weight, bias=bias, **how)
-        for count in (1, 2):
-            found = multiply_prepared(rows, weight, bias=bias, upcoming=upcoming[:count], **how)
-            jax.tree.map(assert_same_bits, found, apart)
-
-
 def test_which_rows_fit(monkeypatch):
     def of(m, k):
         return jnp.zeros((m, k), jnp.bfloat16)

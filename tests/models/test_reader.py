@@ -4,14 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import assert_same_bits
 
 import jax_fp8 as fp8
 from jax_fp8.core.paths import map_with_names
-from jax_fp8.kernels import few_rows_gemm
-from jax_fp8.kernels.few_rows import for_devices
-from jax_fp8.models.reader import Reader, gemms_of
-from jax_fp8.nn.gemm import UPCOMING
+from jax_fp8.models.reader import Reader
 
 pytestmark = pytest.mark.versions
 
@@ -49,26 +45,6 @@ def test_padding_changes_no_scale():
 
     assert deviation(tokens[0, 0]) < 1e-5  # as `generate` pads
     assert OUTLIER not in tokens and deviation(OUTLIER) > 1e-3  # negative control
-
-
-def test_each_gemm_knows_the_weights_after_it(monkeypatch):
-    """If it may ask for them. The first one's are as wide as query, key and value side by side."""
-
-    def upcoming(model):
-        weights = Reader.for_prompts(model, VARIABLES, LENGTHS, SLOTS).weights
-        return weights.variables([*gemms_of(CONFIG)]).get(UPCOMING)
-
-    assert upcoming(MODEL) is None
-    read(VARIABLES, TOKENS, LENGTHS)  # compiled without
-    monkeypatch.setattr(few_rows_gemm, "UPCOMING_BYTES", 2**20)
-    out, up, down = (32, 32), (128, 32), (32, 128)
-    (layer,) = jax.tree.map(lambda array: array.shape, upcoming(MODEL)).values()
-    assert layer["attention"] == {"query+key+value": {"kernels": (out, up)}, "out": {"kernels": (up, down)}}
-    assert layer["mlp"] == {"up": {"kernels": (down,)}, "down": {"kernels": ()}}
-    assert jax.tree.leaves(upcoming(fp8.GPT(CONFIG, recipe=None))) == []
-    assert jax.jit(for_devices(2, lambda: len(upcoming(MODEL) or ())))() == 0
-    traced_anew = jax.jit(lambda *arrays: read.__wrapped__(*arrays))
-    assert_same_bits(traced_anew(VARIABLES, TOKENS, LENGTHS), read(VARIABLES, TOKENS, LENGTHS))
 
 
 def test_what_is_cast_once():

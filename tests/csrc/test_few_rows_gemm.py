@@ -245,7 +245,7 @@ MISTAKES = {
     "a block too few": ("tails by tile", LAUNCH,
         "divide_up(arguments.problem.n, plan.block_rows())",
         "std::max<int64_t>(1, arguments.problem.n / plan.block_rows())"),
-    "half of the shared memory": ("one chunk", PLAN, "0) + addends + (", "0) + addends / 2 + ("),
+    "half of the shared memory": ("one chunk", PLAN, "0) + addends +\n", "0) + addends / 2 +\n"),
     "sums beyond the shared memory": ("sums longer than weights", PLAN,
         "products > sums ? products : sums", "products"),
 }  # fmt: skip

@@ -9,6 +9,8 @@ using emulation::Place;
 
 inline void __syncthreads(Place place = Place::current()) { emulation::block_barrier(place); }
 
+[[noreturn]] inline void __trap() { emulation::fail("a kernel for another device"); }
+
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, Place place = Place::current()) {
   emulation::warp_exchange("__syncwarp", mask, 0, place);
 }

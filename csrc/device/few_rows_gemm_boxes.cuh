@@ -5,8 +5,9 @@
 // which meanwhile prepare their rows. The warps with the same part of k share a ring. Each of its slots has two
 // barriers: one counts the bytes that arrive, the other the warps that have used them.
 //
-// In a row of a box, 16 bytes lie where the eight lowest bits of the address, and those of the row, say (swizzle). The
-// quarter of a warp that reads two rows at once takes even places of one and odd ones of the other.
+// A box is swizzled: of row r, the 16 bytes with the number i lie at place i ^ (r mod 8). A lane reads those with the
+// numbers 2 t and 2 t + 1. So a quarter of a warp, which reads two rows at once, finds those of one row at even places
+// and those of the other at odd ones, and no bank twice.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,24 @@
+"""benchmarks/decoding_layers.cu compiles beside the kernels that it times, and says what arguments it takes."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_it_compiles_and_refuses_other_arguments(tmp_path):
+    program = tmp_path / "decoding_layers"
+    options = ["-std=c++20", "-arch=sm_90a", "-O1", "-Xptxas", "-O0", f"-I{ROOT}/csrc", f"-I{jax.ffi.include_dir()}"]
+    subprocess.run(["nvcc", *options, ROOT / "benchmarks/decoding_layers.cu", "-o", program], check=True, timeout=600)
+    for arguments, sentence in {
+        ("--rows", "9"): "--rows must be from 1 to 8, got 9",
+        ("--what",): "the arguments are --rows N, --model NAME and --search, got --what",
+    }.items():
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and sentence in done.stderr

@@ -57,6 +57,7 @@ cudaError_t launch(Call<C, T> call, int64_t heads, cudaStream_t stream) {
     bool found = false;
     cudaError_t status = allow_shared_bytes(kernel, static_cast<int>(kQueryBytes * kernel_heads));
     if (status == cudaSuccess) status = find_clusters(kernel, found);
+    call.follows = call.follows && found;
     if (status == cudaSuccess) {
       status = find_blocks(heads, found ? call.sizes.slots : 0, kResident<C, kWidth>, call.log2_blocks);
     }
@@ -70,7 +71,7 @@ cudaError_t launch(Call<C, T> call, int64_t heads, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
     clusters.blocks_per_cluster = call.log2_blocks == 0 ? 0 : 1u << call.log2_blocks;
     clusters.blocks = heads << call.log2_blocks;
-    return ClusterLaunch(clusters, stream, Begins::kEarly)(kernel, call);
+    return ClusterLaunch(clusters, stream, found ? Begins::kEarly : Begins::kInTurn)(kernel, call);
   };
   if constexpr (kIsFloat) {
     if (call.sizes.queries == 1) return launch_with(attend_kernel<C, T, kWidth, 1>, 1);

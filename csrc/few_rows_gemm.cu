@@ -13,6 +13,7 @@ namespace {
 
 struct Device {
   int processors, shared_bytes;  // multiprocessors, and the most shared memory of a block
+  bool has_clusters;             // and boxes, and kernels that begin early
 };
 
 cudaError_t find_device(Device& device) {
@@ -24,6 +25,7 @@ cudaError_t find_device(Device& device) {
   if (status == cudaSuccess) {
     status = cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, number);
   }
+  if (status == cudaSuccess) status = find_clusters(kernel<Float16, Scaling::kOne, 1, 2, false>, device.has_clusters);
   constexpr int kStatic = 2048;  // more than the kernel's own arrays, and what the system reserves
   device.shared_bytes -= kStatic;
   return status;
@@ -138,7 +140,7 @@ std::optional<Plan> plan_by_digits(const Problem& problem, const Device& device,
 // Eight warps, in blocks that all run at once where n allows it: of 32 rows of b, or 64, or 128. From 5 rows of a on,
 // copying them costs a block more than sharing k with another block does, so blocks are twice as large. A small matrix
 // has a long k shared by more blocks. Fewer warps where shared memory is small.
-std::optional<Plan> chosen_plan(const Problem& problem, const Device& device, bool has_clusters) {
+std::optional<Plan> chosen_plan(const Problem& problem, const Device& device) {
   const int64_t chunks = divide_up(problem.k, kChunk);
   Plan plan{.row_tiles = 2, .row_warps = 1, .depth_warps = 8, .cluster = 1, .phase_steps = 1, .ahead = 1,
             .step_chunks = 0, .stages = 0, .boxed = false};
@@ -146,11 +148,11 @@ std::optional<Plan> chosen_plan(const Problem& problem, const Device& device, bo
   const auto blocks = [&] { return blocks_of(problem, plan); };
   while (plan.row_warps < 4 && blocks() > device.processors) double_rows();
   const int steps = problem.m > 8 ? 2 : 4;  // of a block that shares k, before it is shared
-  if (has_clusters && 2 * blocks() > device.processors && problem.m > 4 && plan.row_warps < 4) {
+  if (device.has_clusters && 2 * blocks() > device.processors && problem.m > 4 && plan.row_warps < 4) {
     double_rows();
     plan.cluster = 2;
   }
-  while (has_clusters && plan.cluster < kMostCluster && 2 * blocks() <= device.processors &&
+  while (device.has_clusters && plan.cluster < kMostCluster && 2 * blocks() <= device.processors &&
          chunks >= int64_t{steps} * plan.cluster * plan.depth_warps) {
     plan.cluster *= 2;
   }
@@ -204,7 +206,7 @@ cudaError_t launch_with(const Arguments& arguments, const Device& device, cudaSt
       .threads = plan.threads() + (plan.boxed ? 32 : 0),
       .shared_bytes = static_cast<size_t>(arguments.layout.bytes),
   };
-  return ClusterLaunch(clusters, stream, Begins::kEarly)(kernel_of, arguments);
+  return ClusterLaunch(clusters, stream, device.has_clusters ? Begins::kEarly : Begins::kInTurn)(kernel_of, arguments);
 }
 
 template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles>
@@ -242,22 +244,20 @@ cudaError_t by_types(const Arguments& arguments, const Device& device, cudaStrea
 }  // namespace
 
 std::string enqueue(const Problem& problem, const Operands& operands, cudaStream_t stream) {
-  Device device;
-  bool has_clusters = false;
+  Device device = {};
   cudaError_t status = find_device(device);
-  if (status == cudaSuccess) status = find_clusters(kernel<Float16, Scaling::kOne, 1, 2, false>, has_clusters);
   if (status != cudaSuccess) return cudaGetErrorString(status);
   const Preparation& preparation = problem.preparation;
-  const bool is_boxed = has_clusters && (preparation.normalizes || preparation.casts) &&
+  const bool is_boxed = device.has_clusters && (preparation.normalizes || preparation.casts) &&
                        may_be_boxed(row_groups_of(problem.m), problem.scaling);
   const auto plan = problem.config != 0 ? plan_by_digits(problem, device, is_boxed)
                     : is_boxed          ? chosen_boxed_plan(problem, device)
-                                        : chosen_plan(problem, device, has_clusters);
-  if (!plan || (plan->cluster > 1 && !has_clusters)) {
+                                        : chosen_plan(problem, device);
+  if (!plan || (plan->cluster > 1 && !device.has_clusters)) {
     return "no kernel runs with config " + std::to_string(problem.config) + " on this device";
   }
   Arguments arguments{{}, problem, operands, *plan, course_of(problem, *plan), layout_of(problem, *plan),
-                      Following::current()};
+                      Following::current() && device.has_clusters};
   if (plan->boxed) {
     const int box_rows = plan->block_rows() / arguments.course.parts;
     std::string error = describe(&arguments.weights, operands.b, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,

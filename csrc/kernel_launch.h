@@ -48,7 +48,7 @@ class Following {
   }
 };
 
-// Of a kernel that waits by itself for those before it.
+// kEarly: a kernel that waits by itself for those before it, which code for compute capability 9.0 or newer can.
 enum class Begins { kInTurn, kEarly };
 
 struct Clusters {

@@ -50,7 +50,8 @@ def filled_up(size):
 class Product:
     """One call: its operands, made at random, and what it must make of them. Of `integers`, all sums are exact.
 
-    `config` has the digits of csrc/few_rows_gemm.cu: steps of a phase, cluster, tiles, warps along n, along k.
+    `config` has the digits of csrc/few_rows_gemm.cu: stages, chunks of a step, steps of a phase, cluster, tiles, warps
+    along n, along k.
     """
 
     follows = False  # a kernel that has not ended when this one begins

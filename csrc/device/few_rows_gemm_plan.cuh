@@ -15,7 +15,7 @@ constexpr int kWarpRows = 16;          // of b in one product of the tensor core
 constexpr int kMostBlockRows = 128;    // of b: so those of a block lie in one square of scales
 constexpr int kMostCluster = 8;        // blocks, the portable size
 constexpr int kLaneBytes = 16;         // that a lane copies at once
-constexpr int kBoxAlignment = 1024;      // of a box's address in shared memory, of which the swizzle takes bits
+constexpr int kBoxAlignment = 1024;    // of a box in shared memory: the swizzle takes bits of its address
 constexpr int kFloatsBetweenRows = 4;  // of sums in shared memory, against bank conflicts
 
 enum class Scaling {

@@ -5,12 +5,15 @@
 //         benchmarks/decoding_layers.cu -o decoding_layers
 //     ./decoding_layers                        # GPT-3 1.3B, Llama 3.2 1B and Llama 3 8B, one row
 //     ./decoding_layers --rows 8 --model llama3-8b
+//     ./decoding_layers --rows 64 --cache fp8
 //     ./decoding_layers --search               # plans of the four GEMMs, one after the other; a minute
 //
-// Every layer has weights of its own, so none of them are in L2. A token sees 512 slots of a prompt and 33 new ones.
+// As in a chain of text generation, attention and the activation cast what the next GEMM reads. Every layer has weights
+// of its own, so none of them are in L2. A token sees 512 slots of a prompt and 33 new ones.
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -77,12 +80,12 @@ constexpr struct {
 
 struct Layer {
   uint8_t *qkv, *out, *up, *down;
-  uint16_t *keys, *values;
+  uint16_t *keys, *values;  // or as many bytes of E4M3
 };
 
 class Token {
  public:
-  Token(const Model& model, int rows) : model_(model), rows_(rows) {
+  Token(const Model& model, int rows, bool fp8_cache) : model_(model), rows_(rows), fp8_cache_(fp8_cache) {
     const auto weights = [](int64_t n, int64_t k) { return make<uint8_t>(n * k, Content::kE4M3); };
     const auto floats = [](int64_t count) { return make<uint16_t>(count, Content::kBFloat16); };
     for (int i = 0; i < model.layers; ++i) {
@@ -90,9 +93,10 @@ class Token {
       layers_.push_back({weights(queries() + 2 * kv(), model.hidden), weights(model.hidden, queries()),
                          weights(ups(), model.hidden), weights(model.hidden, model.ffn), floats(slots), floats(slots)});
     }
-    x_ = floats(rows * model.hidden), y_ = floats(rows * model.hidden), attended_ = floats(rows * queries());
-    qkv_ = floats(rows * (queries() + 2 * kv())), middle_ = floats(rows * model.ffn), bias_ = floats(ups());
-    ones_ = make<float>(std::max(model.hidden, rows * model.head_dim), Content::kOnes);
+    x_ = floats(rows * model.hidden), y_ = floats(rows * model.hidden), attended_ = weights(rows, queries());
+    qkv_ = floats(rows * (queries() + 2 * kv())), middle_ = weights(rows, model.ffn), bias_ = floats(ups());
+    cast_ = weights(rows, model.hidden);
+    ones_ = make<float>(std::max(model.hidden, rows * std::max(model.head_dim, kv() * kSlots)), Content::kOnes);
     lengths_ = on_device(std::vector<int>(rows, kPromptSlots)), step_ = on_device(std::vector<int>{kStep});
     CHECK(cudaStreamCreate(&stream_));
   }
@@ -154,11 +158,13 @@ class Token {
     const bool normalizes = gemm % 2 == 0, activates = gemm == 2;
     few_rows_gemm::Problem problem{rows_, n, k, false, few_rows_gemm::Scaling::kOne, SourceType::kBFloat16, 1e-3f,
                                    configs[gemm]};
-    problem.preparation = {.normalizes = normalizes, .casts = true, .epsilon = 1e-5f};
-    problem.activates = activates, problem.gated = activates && model_.is_llama;
+    if (normalizes) problem.preparation = {.normalizes = true, .casts = true, .epsilon = 1e-5f};
+    problem.casts_d = problem.activates = activates, problem.gated = activates && model_.is_llama;
     problem.activation = model_.is_llama ? Activation::kSilu : Activation::kGelu;
     if (gemm == 0) problem.part_starts[0] = queries(), problem.part_starts[1] = queries() + kv();
     few_rows_gemm::Operands operands{a, b, ones_, ones_, model_.is_llama ? nullptr : bias_, c, d};
+    operands.rows = cast_;
+    if (activates) operands.d_scale = ones_;
     if (normalizes) operands.norm_scale = ones_, operands.norm_bias = model_.is_llama ? nullptr : ones_;
     return few_rows_gemm::enqueue(problem, operands, stream_).empty();
   }
@@ -169,16 +175,17 @@ class Token {
         .key = qkv_ + rows_ * queries(),
         .value = qkv_ + rows_ * (queries() + kv()),
         .type = SourceType::kBFloat16,
-        .is_fp8 = false,
+        .is_fp8 = fp8_cache_,
         .keys = layer.keys,
         .values = layer.values,
-        .key_scales = nullptr,
-        .value_scales = nullptr,
+        .key_scales = ones_,
+        .value_scales = ones_,
         .lengths = lengths_,
         .step = step_,
         .cos = ones_,
         .sin = ones_,
         .attended = attended_,
+        .attended_scale = ones_,
         .sizes = {rows_, model_.kv_heads, model_.heads / model_.kv_heads, model_.head_dim, kSlots, kPromptSlots,
                   model_.is_llama ? model_.head_dim / 2 : 0},
         .window = 0,
@@ -190,8 +197,10 @@ class Token {
 
   const Model& model_;
   const int rows_;
+  const bool fp8_cache_;
   std::vector<Layer> layers_;
-  uint16_t *x_, *y_, *qkv_, *attended_, *middle_, *bias_;
+  uint8_t *cast_, *attended_, *middle_;
+  uint16_t *x_, *y_, *qkv_, *bias_;
   float* ones_;
   int *lengths_, *step_;
   cudaStream_t stream_;
@@ -206,19 +215,26 @@ void print_times(Token& token, const Model& model, int rows) {
 
 // Tries all plans of one GEMM in a chain of whole layers, keeps the fastest, and goes on with the next GEMM.
 void search(Token& token, const Model& model, int rows) {
-  const int warps[][2] = {{1, 8}, {1, 16}, {2, 4}, {2, 8}, {4, 2}, {4, 4}};  // along the rows of b, and along k
+  // Along the rows of b, and along k.
+  const int of_warps[][2] = {{1, 8}, {1, 16}, {2, 4}, {2, 8}, {4, 2}, {4, 4}};
+  const int of_warpgroups[][2] = {{4, 1}, {4, 2}, {4, 4}, {8, 1}, {8, 2}};
+  std::vector<std::array<int, 3>> warps;  // with tiles
+  if (rows <= few_rows_gemm::kMostPreparedRows) {
+    for (const auto& [n, k] : of_warps) warps.push_back({2, n, k});
+  }
+  for (const auto& [n, k] : of_warpgroups) warps.push_back({1, n, k});
   for (const int gemm : {2, 3, 0, 1}) {
     struct Tried {
       double us;
       int config;
     };
     std::vector<Tried> all = {{0, 0}};
-    for (const int cluster : {1, 2, 4}) {
-      for (const auto& [row_warps, depth_warps] : warps) {
+    for (const int cluster : {1, 2, 4, 8}) {
+      for (const auto& [tiles, row_warps, depth_warps] : warps) {
         for (const int chunks : {1, 2, 4}) {
           for (const int stages : {1, 2, 3, 4}) {
             const int ring = stages * 100'000'000 + chunks * 10'000'000;
-            all.push_back({0, ring + cluster * 10'000 + 2000 + row_warps * 100 + depth_warps});
+            all.push_back({0, ring + cluster * 10'000 + tiles * 1000 + row_warps * 100 + depth_warps});
           }
         }
       }
@@ -231,12 +247,12 @@ void search(Token& token, const Model& model, int rows) {
     for (Tried& tried : all) measure(tried, 5);
     const double chosen = all[0].us;
     std::sort(all.begin(), all.end(), is_faster);
-    for (int i = 0; i < 4; ++i) measure(all[i], 21);
-    std::sort(all.begin(), all.begin() + 4, is_faster);
+    for (int i = 0; i < 10; ++i) measure(all[i], 21);
+    std::sort(all.begin(), all.begin() + 10, is_faster);
     token.configs[gemm] = all[0].config;
     const char* const name = kKernels[gemm == 0 ? 1 : gemm + 2].name;
     printf("%-12s %d rows  %-5s as chosen %7.2f |", model.name, rows, name, chosen);
-    for (int i = 0; i < 4; ++i) printf("  %d %.2f", all[i].config, all[i].us);
+    for (int i = 0; i < 10; ++i) printf("  %d %.2f", all[i].config, all[i].us);
     printf("  us a layer\n");
   }
 }
@@ -246,7 +262,7 @@ void search(Token& token, const Model& model, int rows) {
 int main(int count, char** arguments) {
   using namespace decoding_layers;
   int rows = 1;
-  bool searches = false;
+  bool searches = false, fp8_cache = false;
   std::string wanted;
   for (int i = 1; i < count; ++i) {
     const std::string argument = arguments[i];
@@ -255,20 +271,22 @@ int main(int count, char** arguments) {
       searches = true;
     } else if (argument == "--rows" && has_value) {
       rows = atoi(arguments[++i]);
+    } else if (argument == "--cache" && has_value) {
+      fp8_cache = std::string(arguments[++i]) == "fp8";
     } else if (argument == "--model" && has_value) {
       wanted = arguments[++i];
     } else {
-      fprintf(stderr, "the arguments are --rows N, --model NAME and --search, got %s\n", argument.c_str());
+      fprintf(stderr, "the arguments are --rows N, --model NAME, --cache fp8 and --search, got %s\n", argument.c_str());
       return 2;
     }
   }
-  if (rows < 1 || rows > few_rows_gemm::kMostPreparedRows) {
-    fprintf(stderr, "--rows must be from 1 to %d, got %d\n", few_rows_gemm::kMostPreparedRows, rows);
+  if (rows < 1 || rows > few_rows_gemm::kMostRows) {
+    fprintf(stderr, "--rows must be from 1 to %d, got %d\n", few_rows_gemm::kMostRows, rows);
     return 2;
   }
   for (const Model& model : kModels) {
     if (!wanted.empty() && wanted != model.name) continue;
-    Token token(model, rows);
+    Token token(model, rows, fp8_cache);
     searches ? search(token, model, rows) : print_times(token, model, rows);
     CHECK(cudaDeviceSynchronize());
   }

@@ -11,6 +11,7 @@ struct CachedAttentionAttributes {
   float scale;
   int32_t window;   // 0: none
   float logit_cap;  // 0: none
+  int32_t attended_row;
 };
 
 }  // namespace jax_fp8
@@ -19,7 +20,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::CachedAttentionAttributes,
                                       xla::ffi::StructMember<int32_t>("prompt_slots"),
                                       xla::ffi::StructMember<float>("scale"),
                                       xla::ffi::StructMember<int32_t>("window"),
-                                      xla::ffi::StructMember<float>("logit_cap"));
+                                      xla::ffi::StructMember<float>("logit_cap"),
+                                      xla::ffi::StructMember<int32_t>("attended_row"));
 
 namespace jax_fp8 {
 namespace {
@@ -105,10 +107,21 @@ void check_rotary(Checks& checks, const ffi::AnyBuffer& cos, const ffi::AnyBuffe
       .shape("sin", sin, shape_of(cos));
 }
 
+// The scale by which the result is cast, which is one of several.
+void check_attended_scale(Checks& checks, const ffi::AnyBuffer& scale, const ffi::AnyBuffer& query, int32_t row) {
+  if (is_absent(scale)) return;
+  const Shape shape = shape_of(scale);
+  checks.dtype("attended_scale", scale, {ffi::F32})
+      .require(shape.size() <= 1 && row >= 0 && row < (shape.empty() ? 1 : shape[0]), "attended_scale", scale,
+               "be one scale, or several of which one is attended_row, here " + std::to_string(row))
+      .dtype("query", query, {ffi::BF16});
+}
+
 ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                             ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer lengths, ffi::AnyBuffer step,
                             ffi::AnyBuffer cos, ffi::AnyBuffer sin, ffi::AnyBuffer key_scales,
-                            ffi::AnyBuffer value_scales, ffi::Result<ffi::AnyBuffer> attended,
+                            ffi::AnyBuffer value_scales, ffi::AnyBuffer attended_scale,
+                            ffi::Result<ffi::AnyBuffer> attended,
                             ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
                             ffi::Result<ffi::AnyBuffer> new_key_scales, ffi::Result<ffi::AnyBuffer> new_value_scales,
                             CachedAttentionAttributes attributes) {
@@ -121,6 +134,7 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
   if (!checks.passed()) return checks.error();
   const CachedAttentionSizes sizes = sizes_of(query, keys, cos, attributes.prompt_slots);
   const Cache cache{keys, values, key_scales, value_scales};
+  const bool casts = !is_absent(attended_scale);
   check_sizes(checks, query, sizes);
   check_cache(checks, cache, sizes);
   check_rotary(checks, cos, sin, sizes);
@@ -138,9 +152,10 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
       .finite("scale", attributes.scale)
       .attribute(attributes.window >= 0, "window", attributes.window, "be 1 or more, or 0 for none")
       .not_negative("logit_cap", attributes.logit_cap)
-      .dtype("the result attended", *attended, {query.element_type()})
+      .dtype("the result attended", *attended, {casts ? ffi::F8E4M3FN : query.element_type()})
       .shape("the result attended", *attended, shape_of(query))
       .aligned("the result attended", *attended, kAlignment);
+  check_attended_scale(checks, attended_scale, query, attributes.attended_row);
   check_in_place(checks, "keys", keys, *new_keys);
   check_in_place(checks, "values", values, *new_values);
   check_in_place(checks, "key_scales", key_scales, *new_key_scales);
@@ -161,6 +176,7 @@ ffi::Error cached_attention(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyB
       .cos = pointer_to<float>(cos),
       .sin = pointer_to<float>(sin),
       .attended = attended->untyped_data(),
+      .attended_scale = casts ? attended_scale.typed_data<float>() + attributes.attended_row : nullptr,
       .sizes = sizes,
       .window = attributes.window,
       .scale = attributes.scale,

@@ -21,23 +21,25 @@ constexpr int kPairBlocksOnMultiprocessor = 2;  // of clusters of 2
 // Of a block; with fewer it would mostly wait for the others. In a cluster of 16 it waits longer.
 constexpr int kFewestSlots = 64;
 
+cudaError_t find_multiprocessors(int& multiprocessors) {
+  int device = 0;
+  const cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  return cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+}
+
 // How many blocks share the slots of a head, if there are `heads` of them, as a logarithm. The registers of a
 // multiprocessor hold `resident` blocks.
-cudaError_t find_blocks(int64_t heads, int64_t slots, int resident, int& log2_blocks) {
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
+int log2_blocks_of(int64_t heads, int64_t slots, int multiprocessors, int resident) {
   const auto is_worth = [&](int log2) {
     const int pairs = std::max(std::min(kPairBlocksOnMultiprocessor, resident), kBlocksOnMultiprocessor);
     const int64_t most = int64_t{multiprocessors} * (log2 == 1 ? pairs : kBlocksOnMultiprocessor);
     const int64_t fewest = log2 == kMostLog2Blocks ? 4 * kFewestSlots : kFewestSlots;
     return heads << log2 <= most && fewest << log2 <= slots;
   };
-  log2_blocks = 0;
+  int log2_blocks = 0;
   while (log2_blocks < kMostLog2Blocks && is_worth(log2_blocks + 1)) ++log2_blocks;
-  return status;
+  return log2_blocks;
 }
 
 template <typename C, typename T, int kWidth>
@@ -55,12 +57,11 @@ cudaError_t launch(Call<C, T> call, int64_t heads, cudaStream_t stream) {
     call.tiles = static_cast<int>(divide_up(call.sizes.queries, kernel_heads));
     heads *= call.tiles;
     bool found = false;
+    int multiprocessors = 0;
     cudaError_t status = allow_shared_bytes(kernel, static_cast<int>(kQueryBytes * kernel_heads));
     if (status == cudaSuccess) status = find_clusters(kernel, found);
-    call.follows = call.follows && found;
-    if (status == cudaSuccess) {
-      status = find_blocks(heads, found ? call.sizes.slots : 0, kResident<C, kWidth>, call.log2_blocks);
-    }
+    if (status == cudaSuccess) status = find_multiprocessors(multiprocessors);
+    call.log2_blocks = log2_blocks_of(heads, found ? call.sizes.slots : 0, multiprocessors, kResident<C, kWidth>);
     // Clusters that do not all find room at once are halved: the last ones would run almost alone.
     int room = 0;
     for (; status == cudaSuccess && call.log2_blocks > 0 && room < heads; call.log2_blocks -= room < heads) {
@@ -71,6 +72,9 @@ cudaError_t launch(Call<C, T> call, int64_t heads, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
     clusters.blocks_per_cluster = call.log2_blocks == 0 ? 0 : 1u << call.log2_blocks;
     clusters.blocks = heads << call.log2_blocks;
+    // Blocks that begin when others have ended find no kernel before still running, and would ask for all twice.
+    const bool begin_at_once = clusters.blocks <= int64_t{multiprocessors} * kResident<C, kWidth>;
+    call.asks_early = call.asks_early && found && begin_at_once;
     return ClusterLaunch(clusters, stream, found ? Begins::kEarly : Begins::kInTurn)(kernel, call);
   };
   if constexpr (kIsFloat) {
@@ -97,13 +101,14 @@ cudaError_t launch_of(const CachedAttentionArguments& arguments, cudaStream_t st
       .lengths = arguments.lengths,
       .step = arguments.step,
       .attended = static_cast<T*>(arguments.attended),
+      .attended_scale = arguments.attended_scale,
       .sizes = {static_cast<int>(sizes.kv_heads), static_cast<int>(sizes.queries), static_cast<int>(sizes.head_dim),
                 static_cast<int>(sizes.slots), static_cast<int>(sizes.prompt_slots), arguments.window},
       .logits = {capped ? arguments.scale / arguments.logit_cap : arguments.scale * kLog2E,
                  capped ? arguments.logit_cap * kLog2E : 0.0f},
       .tiles = 1,
       .log2_blocks = 0,
-      .follows = Following::current(),
+      .asks_early = Following::current(),
   };
   const int64_t heads = sizes.batch * sizes.kv_heads;
   if (sizes.head_dim <= 64) return launch<C, T, 64>(call, heads, stream);

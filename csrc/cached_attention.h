@@ -38,7 +38,8 @@ struct CachedAttentionArguments {
   const int32_t* lengths;            // [batch], taken as from 0 to prompt_slots
   const int32_t* step;               // [], the number of the new token, taken as from 0 to slots - prompt_slots - 1
   const float *cos, *sin;            // [batch, pairs]
-  void* attended;                    // like query
+  void* attended;               // like query; with attended_scale cast by it to E4M3
+  const float* attended_scale;  // [], or null; only of bfloat16
   CachedAttentionSizes sizes;
   int32_t window;   // how many positions are seen; 0: all
   float scale;      // of the products of queries and keys

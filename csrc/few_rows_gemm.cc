@@ -19,15 +19,17 @@ constexpr uintptr_t kAlignment = 16;
 
 struct FewRowsBuffers {
   ffi::AnyBuffer a, b, a_scale, b_scale;
-  std::optional<ffi::AnyBuffer> bias, c, norm_scale, norm_bias;
+  std::optional<ffi::AnyBuffer> bias, c, norm_scale, norm_bias, d_scale;
   ffi::AnyBuffer d;
+  std::optional<ffi::AnyBuffer> rows;
 };
 
 }  // namespace
 
 // Attributes. first_column is the row of b and element of bias that make d's first column; b and bias may have more
 // than d. a is normalized where norm is "layernorm" or "rmsnorm", and with `casts` cast by the element a_row of
-// a_scale. second_part and third_part are the first columns of these parts of d, 0 without them.
+// a_scale; the result `rows` is room for it, and no result of the operation. second_part and third_part are the first
+// columns of these parts of d, 0 without them. With `casts_d`, d is cast by the element d_row of d_scale.
 struct FewRowsRule {
   bool has_bias, has_c;
   float alpha;
@@ -40,6 +42,8 @@ struct FewRowsRule {
   int32_t a_row;
   std::string_view activation;
   int64_t second_part, third_part;
+  bool casts_d;
+  int32_t d_row;
 
   bool prepares() const { return casts || !norm.empty(); }
 };
@@ -53,7 +57,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<std::string_view>("norm"), xla::ffi::StructMember<float>("epsilon"),
     xla::ffi::StructMember<bool>("casts"), xla::ffi::StructMember<int32_t>("a_row"),
     xla::ffi::StructMember<std::string_view>("activation"), xla::ffi::StructMember<int64_t>("second_part"),
-    xla::ffi::StructMember<int64_t>("third_part"));
+    xla::ffi::StructMember<int64_t>("third_part"), xla::ffi::StructMember<bool>("casts_d"),
+    xla::ffi::StructMember<int32_t>("d_row"));
 
 namespace jax_fp8 {
 namespace {
@@ -78,9 +83,9 @@ ffi::DataType bias_dtype(ffi::DataType d_dtype) { return d_dtype == ffi::F32 ? f
 // What only calls have that prepare a, or activate d.
 void check_preparation(Checks& checks, const FewRowsBuffers& buffers, const FewRowsRule& rule) {
   const int64_t m = buffers.a.dimensions()[0], k = buffers.a.dimensions()[1];
+  const int64_t most = rule.casts ? kMostRows : few_rows_gemm::kMostPreparedRows;
   checks
-      .require(m <= few_rows_gemm::kMostPreparedRows, "a", buffers.a,
-               "have at most " + std::to_string(few_rows_gemm::kMostPreparedRows) + " rows to be normalized or cast")
+      .require(m <= most, "a", buffers.a, "have at most " + std::to_string(most) + " rows to be normalized")
       .dtype("a", buffers.a, {ffi::BF16})
       .require(!rule.casts || rule.scaling.empty(), "a", buffers.a, "be cast with one scale only")
       .not_negative("epsilon", rule.epsilon);
@@ -99,8 +104,6 @@ void check_activation(Checks& checks, const FewRowsBuffers& buffers, const FewRo
   checks
       .require(found, "the result d", buffers.d,
                "come with one of the known activations, not \"" + std::string(rule.activation) + "\"")
-      .require(buffers.a.dimensions()[0] <= few_rows_gemm::kMostPreparedRows, "a", buffers.a,
-               "have at most " + std::to_string(few_rows_gemm::kMostPreparedRows) + " rows with an activation")
       .require(!rule.has_c, "the result d", buffers.d, "come without c where it is activated");
   if (!found || !found->gated) return;
   checks
@@ -109,14 +112,23 @@ void check_activation(Checks& checks, const FewRowsBuffers& buffers, const FewRo
       .require(rule.scaling.empty(), "b", buffers.b, "have one scale where gates are activated");
 }
 
+// A scale, which may be one of several.
+void check_one_of(Checks& checks, const char* name, const ffi::AnyBuffer& scales, const char* row_name, int32_t row) {
+  const auto shape = shape_of(scales);
+  checks.require(shape.size() <= 1 && row >= 0 && row < (shape.empty() ? 1 : shape[0]), name, scales,
+                 "be one scale, or several of which one is " + std::string(row_name) + ", here " +
+                     std::to_string(row));
+}
+
 ffi::Error check(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
   Checks checks(kOperation);
   checks.rank("a", buffers.a, 2)
       .dtype("a", buffers.a, {ffi::F8E4M3FN, ffi::BF16})
       .rank("b", buffers.b, 2)
       .dtype("b", buffers.b, {ffi::F8E4M3FN})
-      .rank("the result d", buffers.d, 2)
-      .dtype("the result d", buffers.d, {ffi::BF16, ffi::F16, ffi::F32});
+      .rank("the result d", buffers.d, 2);
+  rule.casts_d ? checks.dtype("the result d", buffers.d, {ffi::F8E4M3FN})
+               : checks.dtype("the result d", buffers.d, {ffi::BF16, ffi::F16, ffi::F32});
   if (!checks.passed()) return checks.error();
   const int64_t m = buffers.a.dimensions()[0], k = buffers.a.dimensions()[1];
   const int64_t n = buffers.d.dimensions()[1], all = buffers.b.dimensions()[0];
@@ -141,19 +153,25 @@ ffi::Error check(const FewRowsBuffers& buffers, const FewRowsRule& rule) {
   if (!checks.passed()) return checks.error();
   using Shape = std::vector<int64_t>;
   const bool has_squares = *scaling != Scaling::kOne;
-  if (rule.casts) {
-    const Shape scales = shape_of(buffers.a_scale);
-    checks.require(scales.size() <= 1 && rule.a_row >= 0 && rule.a_row < (scales.empty() ? 1 : scales[0]), "a_scale",
-                   buffers.a_scale,
-                   "be one scale, or several of which one is a_row, here " + std::to_string(rule.a_row));
+  if (*scaling == Scaling::kLines) {
+    checks.shape("a_scale", buffers.a_scale, Shape{tiles_of(k), filled_up(m)});
   } else {
-    checks.shape("a_scale", buffers.a_scale, *scaling == Scaling::kLines ? Shape{tiles_of(k), filled_up(m)} : Shape{});
+    check_one_of(checks, "a_scale", buffers.a_scale, "a_row", rule.a_row);
+  }
+  if (rule.casts_d) {
+    checks.dtype("d_scale", *buffers.d_scale, {ffi::F32});
+    check_one_of(checks, "d_scale", *buffers.d_scale, "d_row", rule.d_row);
+  }
+  if (buffers.rows) {
+    checks.dtype("the result rows", *buffers.rows, {ffi::F8E4M3FN})
+        .shape("the result rows", *buffers.rows, {m, k})
+        .aligned("the result rows", *buffers.rows, kAlignment);
   }
   // One scale for each square covers all rows of b.
   checks.shape("b_scale", buffers.b_scale, has_squares ? Shape{tiles_of(all), filled_up(tiles_of(k))} : Shape{})
       .require(!has_squares || rule.first_column % few_rows_gemm::kChunk == 0, "b_scale", buffers.b_scale,
                "be one scale where first_column is no multiple of 128, here " + std::to_string(rule.first_column));
-  const ffi::DataType d_dtype = buffers.d.element_type();
+  const ffi::DataType d_dtype = rule.casts_d ? ffi::BF16 : buffers.d.element_type();
   if (buffers.bias) checks.dtype("bias", *buffers.bias, {bias_dtype(d_dtype)}).shape("bias", *buffers.bias, {all});
   if (buffers.c) checks.dtype("c", *buffers.c, {d_dtype}).shape("c", *buffers.c, {m, n});
   checks.aligned("a", buffers.a, kAlignment)
@@ -192,13 +210,15 @@ few_rows_gemm::Operands operands_of(const FewRowsBuffers& buffers, const FewRows
   return {
       .a = buffers.a.untyped_data(),
       .b = b + rule.first_column * k,
-      .a_scale = static_cast<const float*>(buffers.a_scale.untyped_data()) + (rule.casts ? rule.a_row : 0),
+      .a_scale = static_cast<const float*>(buffers.a_scale.untyped_data()) + rule.a_row,
       .b_scale = b_scale + squares * filled_up(tiles_of(k)),
       .bias = bias,
       .c = buffers.c ? buffers.c->untyped_data() : nullptr,
       .d = buffers.d.untyped_data(),
       .norm_scale = floats_of(buffers.norm_scale),
       .norm_bias = floats_of(buffers.norm_bias),
+      .rows = buffers.rows ? buffers.rows->untyped_data() : nullptr,
+      .d_scale = rule.casts_d ? floats_of(buffers.d_scale) + rule.d_row : nullptr,
   };
 }
 
@@ -211,10 +231,11 @@ few_rows_gemm::Problem problem_of(const FewRowsBuffers& buffers, const FewRowsRu
       .k = static_cast<int>(buffers.a.dimensions()[1]),
       .a_is_bfloat16 = buffers.a.element_type() == ffi::BF16 && !rule.casts,
       .scaling = *scaling_of(rule.scaling, buffers.a.element_type()),
-      .d = *source_type(buffers.d.element_type()),
+      .d = rule.casts_d ? SourceType::kBFloat16 : *source_type(buffers.d.element_type()),
       .alpha = rule.alpha,
       .config = rule.config,
       .preparation = {.normalizes = !rule.norm.empty(), .casts = rule.casts, .epsilon = rule.epsilon},
+      .casts_d = rule.casts_d,
       .activates = activation != nullptr,
       .gated = gated,
       .activation = activation ? activation->activation : Activation::kGelu,
@@ -224,8 +245,8 @@ few_rows_gemm::Problem problem_of(const FewRowsBuffers& buffers, const FewRowsRu
 
 ffi::Error multiply(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
                     ffi::AnyBuffer b_scale, ffi::RemainingArgs further, ffi::Result<ffi::AnyBuffer> d,
-                    FewRowsRule rule) {
-  FewRowsBuffers buffers{a, b, a_scale, b_scale, {}, {}, {}, {}, *d};
+                    ffi::RemainingRets more, FewRowsRule rule) {
+  FewRowsBuffers buffers{a, b, a_scale, b_scale, {}, {}, {}, {}, {}, *d, {}};
   if (!rule.norm.empty() && rule.norm != "layernorm" && rule.norm != "rmsnorm") {
     return ffi::Error::InvalidArgument(std::string(kOperation) +
                                        ": norm must be layernorm, rmsnorm or empty, got " + std::string(rule.norm));
@@ -239,12 +260,19 @@ ffi::Error multiply(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi
   want(rule.has_c, buffers.c, "c");
   want(!rule.norm.empty(), buffers.norm_scale, "norm_scale");
   want(rule.norm == "layernorm", buffers.norm_bias, "norm_bias");
+  want(rule.casts_d, buffers.d_scale, "d_scale");
   if (further.size() != wanted.size()) {
     return ffi::Error::InvalidArgument(std::string(kOperation) + ": must be called with a, b, a_scale, b_scale" +
-                                       names + " as its attributes has_bias, has_c and norm say, got " +
+                                       names + " as its attributes has_bias, has_c, norm and casts_d say, got " +
                                        std::to_string(4 + further.size()) + " arguments");
   }
   for (size_t i = 0; i < wanted.size(); ++i) *wanted[i] = *further.get<ffi::AnyBuffer>(i);
+  if (more.size() != (rule.casts ? 1 : 0)) {
+    return ffi::Error::InvalidArgument(std::string(kOperation) + ": must have the results d" +
+                                       (rule.casts ? " and rows" : "") + " as its attribute casts says, got " +
+                                       std::to_string(1 + more.size()) + " results");
+  }
+  if (rule.casts) buffers.rows = **more.get<ffi::AnyBuffer>(0);
   if (ffi::Error error = check(buffers, rule); error.failure()) return error;
   if (is_empty(*d)) return ffi::Error::Success();
   const std::string failure =
@@ -259,8 +287,9 @@ XLA_FFI_DEFINE_HANDLER(handler, multiply,
                            .Arg<ffi::AnyBuffer>()  // b
                            .Arg<ffi::AnyBuffer>()  // a_scale
                            .Arg<ffi::AnyBuffer>()  // b_scale
-                           .RemainingArgs()        // bias, c, norm_scale, norm_bias
+                           .RemainingArgs()        // bias, c, norm_scale, norm_bias, d_scale
                            .Ret<ffi::AnyBuffer>()  // d
+                           .RemainingRets()        // rows
                            .Attrs<FewRowsRule>(),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -35,8 +35,9 @@ struct Problem {
   SourceType d;
   float alpha;
   int32_t config;  // the plan as `plan_of` reads it; 0: a plan that suits the shape
-  // Of at most kMostPreparedRows rows. a is bfloat16 then.
+  // a is bfloat16 then. More than kMostPreparedRows rows are prepared, activated and cast only with warpgroups.
   Preparation preparation = {};
+  bool casts_d = false;  // from bfloat16 to E4M3, of few rows or by warpgroups
   // Of d, rounded before and after. Gated: b has the rows of the gate and then those of the linear part, d[m, n / 2] is
   // f(gate) * linear, and n is a multiple of 32.
   bool activates = false, gated = false;
@@ -44,6 +45,12 @@ struct Problem {
   // Where the second and the third part of d begin: columns, even, 0 without one. Each part is a matrix of its own, and
   // they lie one after another.
   int part_starts[2] = {0, 0};
+
+  bool prepares() const { return preparation.normalizes || preparation.casts; }
+  bool may_have_warpgroups() const {
+    return !a_is_bfloat16 && (!preparation.normalizes || k <= kMostNormalizedDepth);
+  }
+  bool needs_warpgroups() const { return m > kMostPreparedRows && (prepares() || activates || casts_d); }
 };
 
 // a_scale is f32[], or of lines f32[ceil(k / 128), m]. b_scale is f32[], or of squares f32[ceil(n / 128),
@@ -55,9 +62,11 @@ struct Operands {
   const void *bias, *c;
   void* d;
   const float *norm_scale = nullptr, *norm_bias = nullptr;  // f32[k] of LayerNorm; without a bias of RMSNorm
+  void* rows = nullptr;            // [m, k] in E4M3: where a is cast to, if a kernel of its own does so
+  const float* d_scale = nullptr;  // by which d is cast to E4M3, from bfloat16; else null
 };
 
 // Returns the reason of a failure, or an empty string.
-std::string enqueue(const Problem& problem, const Operands& operands, cudaStream_t stream);
+std::string enqueue(const Problem& problem, Operands operands, cudaStream_t stream);
 
 }  // namespace jax_fp8::few_rows_gemm

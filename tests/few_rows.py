@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulation import ORDERS, EmulationError, InPlace, Late, Result, compile_for_cpu
+from reference import quantize
 
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 F32, BF16, F16 = SOURCES
@@ -17,7 +18,8 @@ extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, 
                         double alpha, int64_t config, int64_t normalizes, int64_t casts, double epsilon,
                         int64_t activation, int64_t gated, int64_t in_place, int64_t follows,
                         const void* a, const void* b, const float* a_scale, const float* b_scale,
-                        const void* bias, const void* c, void* d, const float* norm_scale, const float* norm_bias) {
+                        const void* bias, const void* c, void* d, const float* norm_scale, const float* norm_bias,
+                        void* rows, const float* d_scale) {
   using namespace jax_fp8;
   using namespace jax_fp8::few_rows_gemm;
   const Problem problem = {static_cast<int>(m),
@@ -29,14 +31,21 @@ extern "C" int multiply(int64_t m, int64_t n, int64_t k, int64_t a_is_bfloat16, 
                            static_cast<float>(alpha),
                            static_cast<int32_t>(config),
                            {normalizes != 0, casts != 0, static_cast<float>(epsilon)},
+                           d_scale != nullptr,
                            activation >= 0,
                            gated != 0,
                            static_cast<Activation>(activation < 0 ? 0 : activation)};
   const Following following(follows != 0);
-  const Operands operands = {a, b, a_scale, b_scale, bias, in_place ? d : c, d, norm_scale, norm_bias};
+  const Operands operands = {a, b, a_scale, b_scale, bias, in_place ? d : c, d, norm_scale, norm_bias, rows, d_scale};
   return enqueue(problem, operands, nullptr).empty() ? 0 : 1;
 }
 """
+
+
+NO_WARPGROUPS = ("few_rows_gemm.cu", "compiled.sharedSizeBytes > 0", "false")
+NO_CLUSTERS = ("kernel_launch.h", "compiled.ptxVersion >= 90", "false")
+# By compute capability, what the emulated device does not have.
+DEVICES = {"9.0": (), "10.0": (NO_WARPGROUPS,), "8.9": (NO_WARPGROUPS, NO_CLUSTERS)}
 
 
 def tiles(size):
@@ -50,15 +59,19 @@ def filled_up(size):
 class Product:
     """One call: its operands, made at random, and what it must make of them. Of `integers`, all sums are exact.
 
-    `config` has the digits of csrc/few_rows_gemm.cu: stages, chunks of a step, steps of a phase, cluster, tiles, warps
-    along n, along k.
+    `config` has the digits of csrc/few_rows_gemm_plans.h: stages, chunks of a step, steps of a phase, cluster, tiles,
+    warps along n, along k. `d_scale` casts d from bfloat16.
     """
 
     follows = False  # a kernel that has not ended when this one begins
-    changes = ()  # of the device, beside those of a run
 
-    def __init__(self, m, n, k, pair="", *, d=BF16, config=0, bias=False, c=False, alpha=1.0, integers=False):
+    def __init__(
+        self, m, n, k, pair="", *, d=BF16, config=0, bias=False, c=False, alpha=1.0, integers=False, device="9.0",
+        d_scale=None,
+    ):  # fmt: skip
         self.shape, self.d, self.config, self.alpha = (m, n, k), d, config, alpha
+        self.device, self.changes = device, DEVICES[device]
+        self.d_scale = None if d_scale is None else np.float32(d_scale)
         self.scaling, self.a_is_bfloat16 = PAIRS[pair]
         random = np.random.default_rng([m, n, k])
         if integers:
@@ -87,9 +100,13 @@ class Product:
         how = [self.a_is_bfloat16, self.scaling, SOURCES.index(self.d), self.alpha, self.config]
         settings, norm = self.around()
         kernels = compile_for_cpu("few_rows_gemm.cu", ENTRY, (*changes, *self.changes))
-        (d,) = kernels.call(
-            "multiply", *self.shape, *how, *settings, in_place, self.follows, *operands, *norm, orders=orders
-        )
+        m, _, k = self.shape
+        has_rows = settings[1] and self.device == "9.0"  # where a kernel of its own casts them
+        rows = Result((m, k), E4M3) if has_rows else None
+        d, *_ = kernels.call(
+            "multiply", *self.shape, *how, *settings, in_place, self.follows, *operands, *norm, rows,
+            None if self.d_scale is None else self.d_scale[None], orders=orders
+        )  # fmt: skip
         return d
 
     def given(self):
@@ -97,7 +114,7 @@ class Product:
         return self.a
 
     def result(self):
-        return Result(self.shape[:2], self.d)
+        return Result(self.shape[:2], self.d if self.d_scale is None else E4M3)
 
     def around(self):
         """What the kernel does besides: normalizes, casts, epsilon, activation, gated; and the norm's arrays."""
@@ -130,6 +147,8 @@ class Product:
 
     def check_exact(self, changes=(), orders=tuple(ORDERS)):
         d, expected = self.run(changes, orders), self.expected()[0].astype(self.d)
+        if self.d_scale is not None:
+            expected = quantize(expected, E4M3, self.d_scale)[0]
         assert (d.view(np.uint8) == expected.view(np.uint8)).all()
 
     def check_mistake(self, file, right, wrong, sentence=None):
@@ -143,7 +162,10 @@ class Product:
         kept = ("BFloat16" if self.a_is_bfloat16 else "Float16", ("One", "Lines", "Squares")[self.scaling])
         pairs = (("BFloat16", "Squares"), ("BFloat16", "One"), ("Float16", "Lines"), ("Float16", "One"))
         calls = [f"by_rows<{wide}, Scaling::k{scaling}>(arguments, device, stream)" for wide, scaling in pairs]
-        gone = [call for call, of in zip(calls, pairs, strict=True) if of != kept]
+        others = [f"launch_warpgroups<Scaling::k{scaling}>(arguments, device, stream)" for scaling in ("Lines", "One")]
+        has_warpgroups = self.device == "9.0" and not self.a_is_bfloat16
+        gone = [call for call, of in zip(calls, pairs, strict=True) if of != kept or has_warpgroups]
+        gone += [call for call in others if not has_warpgroups or kept[1] not in call]
         changes = [("few_rows_gemm.cu", call, "cudaErrorInvalidValue") for call in gone]
         if self.shape[0] <= 8:
             line = "    case 4: return launch<Wide, kScaling, 4, 2>(arguments, device, stream);\n"

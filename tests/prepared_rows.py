@@ -16,7 +16,6 @@ from reference import quantize
 ACTIVATIONS = ["gelu", "gelu_exact", "silu", "relu", "squared_relu"]
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 EPSILON = 0.5
-NO_CLUSTERS = ("kernel_launch.h", "compiled.ptxVersion >= 90", "false")
 
 
 def activation_of(name, x):
@@ -36,15 +35,15 @@ class PreparedProduct(Product):
     norm: "layernorm", "rmsnorm" or "".
     casts: to E4M3; else the product is of bfloat16.
     activation: of the result, or None.
-    boxed: whether weights come in boxes; else the device is one without clusters.
+
+    The device is by default one without warpgroups, where weights come in boxes.
     """
 
     def __init__(
-        self, m, n, k, *, norm="", casts=True, activation=None, pair=None, d=F32, alpha=1.0, boxed=True, **how
+        self, m, n, k, *, norm="", casts=True, activation=None, pair=None, d=F32, alpha=1.0, device="10.0", **how
     ):
-        super().__init__(m, n, k, pair or ("" if casts else "bfloat16"), d=d, alpha=alpha, **how)
+        super().__init__(m, n, k, pair or ("" if casts else "bfloat16"), d=d, alpha=alpha, device=device, **how)
         self.norm, self.casts, self.activation = norm, casts, activation
-        self.changes = () if boxed else (NO_CLUSTERS,)
         random = np.random.default_rng([m, n, k, 1])
         half = random.integers(-3, 4, (m, k // 2))
         self.x = np.concatenate([half, -half[:, ::-1]], axis=1).astype(BF16)
@@ -71,7 +70,7 @@ class PreparedProduct(Product):
 
     def result(self):
         m, n, _ = self.shape
-        return Result((m, n // 2 if self.gated else n), self.d)
+        return Result((m, n // 2 if self.gated else n), self.d if self.d_scale is None else E4M3)
 
     def around(self):
         name = GATED.get(self.activation, self.activation)

@@ -15,11 +15,12 @@ extern "C" int cached_attention(const void* query, const void* key, const void* 
                                 const int32_t* lengths, const int32_t* step, const float* cos, const float* sin,
                                 void* attended, int64_t batch, int64_t kv_heads, int64_t queries, int64_t head_dim,
                                 int64_t slots, int64_t prompt_slots, int64_t pairs, int64_t window, double scale,
-                                double logit_cap, int64_t follows, int64_t row_bytes, uint8_t* times_asked) {
+                                double logit_cap, const float* attended_scale, int64_t follows, int64_t row_bytes,
+                                uint8_t* times_asked) {
   const Following following(follows != 0);
   const int status = launch_cached_attention(
       {query, key, value, static_cast<SourceType>(type), is_fp8 != 0, keys, values, key_scales, value_scales, lengths,
-       step, cos, sin, attended, {batch, kv_heads, queries, head_dim, slots, prompt_slots, pairs},
+       step, cos, sin, attended, attended_scale, {batch, kv_heads, queries, head_dim, slots, prompt_slots, pairs},
        static_cast<int32_t>(window), static_cast<float>(scale), static_cast<float>(logit_cap)},
       nullptr);
   // How often each key, and then each value, was asked for.
@@ -51,16 +52,16 @@ ONLY_128 = (
 FEW_KERNELS, FLOAT_KERNELS = (*ONLY_BFLOAT16, *ONLY_128), (*ONLY_FLOAT, *ONLY_128)
 
 
-def run(problem, changes=(), *, follows=False, asked=None):
+def run(problem, changes=(), *, follows=False, asked=None, attended_scale=None):
     """The result, keys, values and, of FP8, their scales. With `follows` the kernel before may still use all arrays but
-    lengths and step, and those of earlier tokens. `asked` [2, batch, kv_heads, slots] counts how often the kernel has
-    asked for each key and value.
+    lengths and step, and those of earlier tokens. `attended_scale` casts the result to E4M3. `asked` [2, batch,
+    kv_heads, slots] counts how often the kernel has asked for each key and value.
     """
     late = Late if follows else (lambda array: array)
     batch, kv_heads, group, head_dim = problem.query.shape
     scales = [None, None] if problem.scales is None else [InPlace(array) for array in problem.scales]
     pairs = 0 if problem.rotary is None else problem.rotary[0].shape[1]
-    attended = late(Result(problem.query.shape, problem.query.dtype))
+    attended = late(Result(problem.query.shape, problem.query.dtype if attended_scale is None else E4M3))
     times_asked = np.zeros((2, *problem.keys.shape[:3]), np.uint8)
     new_token = map(late, (problem.query, problem.key, problem.value))
     keys, values, *found = compile_for_cpu("cached_attention.cu", ENTRY, tuple(changes)).call(
@@ -71,6 +72,7 @@ def run(problem, changes=(), *, follows=False, asked=None):
         *(problem.rotary or (None, None)),
         *(attended, batch, kv_heads, group, head_dim, problem.keys.shape[2], problem.prompt_slots, pairs),
         *(problem.window, float(problem.scale), float(problem.logit_cap)),
+        None if attended_scale is None else np.float32(attended_scale)[None],
         *(follows, head_dim * problem.keys.dtype.itemsize, InPlace(times_asked)),
     )
     if asked is not None:

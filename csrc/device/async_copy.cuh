@@ -97,6 +97,20 @@ __device__ inline void load_box(const CUtensorMap& map, Corner corner, void* sha
       : "memory");
 }
 
+// The coordinates of a box of chunks (tensor_map.h), innermost dim first.
+struct ChunkCorner {
+  int column, row, matrix, chunk;
+};
+
+__device__ inline void load_chunks(const CUtensorMap& map, ChunkCorner corner, void* shared, Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+      :
+      : "r"(shared_address(shared)), "l"(&map), "r"(corner.column), "r"(corner.row), "r"(corner.matrix),
+        "r"(corner.chunk), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // Copies a box to the same address in each block of the cluster whose bit is set (multicast), and counts its bytes at
 // the same barrier in each of them.
 __device__ inline void load_box(const CUtensorMap& map, Corner corner, void* shared, Barrier& barrier,

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads<kWidth>, kResident<C, kWidth>) attend
   };
   const Seen seen = seen_by(length, step, call.sizes);
   const int first = first_of(seen, part.block), end = first_of(seen, part.block + 1);
-  if (call.follows) ask_for_slots(call, part, seen, first, end);
+  if (call.asks_early) ask_for_slots(call, part, seen, first, end);
   const Results<C, T, kWidth, kHeads> results(call, part, shared);
   const int64_t slot = int64_t{part.head} * call.sizes.slots + seen.first;
   const Rows<C> keys(call.keys, call.key_scales, slot, call.sizes.head_dim, end);

@@ -59,12 +59,13 @@ struct Call {
   C *keys, *values;
   float *key_scales, *value_scales;  // null without FP8
   const int32_t *lengths, *step;
-  T* attended;
+  T* attended;                  // or E4M3 by attended_scale, which is null without
+  const float* attended_scale;
   Sizes sizes;
   Logits logits;
   int tiles;        // of kHeads queries, in which the queries of a key head are
   int log2_blocks;  // of a tile: the cluster
-  bool follows;     // whether the kernels that make the new token may still run; lengths and step are there
+  bool asks_early;  // for slots, while the kernels that make the new token may still run; lengths and step are there
 
   __device__ int blocks() const { return 1 << log2_blocks; }
 };

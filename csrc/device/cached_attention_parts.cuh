@@ -9,6 +9,7 @@
 #include "cached_attention_shared.cuh"
 #include "cluster.cuh"
 #include "exponential.cuh"
+#include "fp8.cuh"
 
 namespace jax_fp8::cached_attention {
 
@@ -32,7 +33,8 @@ class Results {
  public:
   // Begins the barrier of what the block receives.
   __device__ Results(const Call<C, T>& call, const Part& part, Shared<C, T, kWidth, kHeads>& shared)
-      : call_(call), part_(part), shared_(shared) {
+      : call_(call), part_(part), shared_(shared),
+        scale_(kMayCast && call.attended_scale != nullptr ? __ldg(call.attended_scale) : 0.0f) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if (call.log2_blocks == 0) return;
     if (threadIdx.x == 0) {
@@ -65,6 +67,7 @@ class Results {
 
  private:
   static constexpr int kRowPairs = kWidth / 2;
+  static constexpr bool kMayCast = std::is_same_v<T, BFloat16>;
   static_assert(kRowPairs % kMostBlocks == 0);
 
   // Pairs, and what is received of them, are numbered alike: a pair's receiver is as an item's sender.
@@ -122,7 +125,13 @@ class Results {
     const float x = __fdividef(softmax.attended.x, softmax.sum), y = __fdividef(softmax.attended.y, softmax.sum);
     const int64_t row = int64_t{part_.head} * call_.sizes.queries + part_.first_query + h;
     T* target = call_.attended + row * head_dim + feature;
-    if constexpr (std::is_same_v<T, float>) {
+    if (kMayCast && scale_ != 0.0f) {
+      const float multiplier = multiplier_of(scale_);
+      float two[2];
+      unpack(pack(x, y, BFloat16{}), two, BFloat16{});
+      auto* const bytes = reinterpret_cast<uint16_t*>(call_.attended) + (row * head_dim + feature) / 2;
+      *bytes = cast_pair<Fp8Type::kE4M3>(__fmul_rn(two[0], multiplier), __fmul_rn(two[1], multiplier));
+    } else if constexpr (std::is_same_v<T, float>) {
       *reinterpret_cast<float2*>(target) = {x, y};
     } else {
       *reinterpret_cast<uint32_t*>(target) = pack(x, y, T{});
@@ -132,6 +141,7 @@ class Results {
   const Call<C, T>& call_;
   const Part& part_;
   Shared<C, T, kWidth, kHeads>& shared_;
+  const float scale_;  // of a cast of the result to E4M3; 0: none
 };
 
 }  // namespace jax_fp8::cached_attention

@@ -7,7 +7,8 @@
 // Of 64 neighbours along k, lane 4 g + t copies 16, from 16 t on, of the rows g and g + 8 of b. They are its elements
 // of four products: the order of k within a product is free, and the activations are read in the same order. So no
 // lane needs what another one has copied, and the ring of weights needs no barrier. A chunk is two times 64 elements.
-// Where the kernel prepares its rows, weights may come in boxes instead: few_rows_gemm_boxes.cuh.
+// Where the kernel prepares its rows, weights may come in boxes instead: few_rows_gemm_boxes.cuh. And more than 8 rows
+// of E4M3 have another kernel on compute capability 9.0: few_rows_gemm_warpgroups.cuh.
 //
 // The warps of a block take turns at the chunks, in steps. Activations are shared by all of them: they are copied in
 // phases of several steps, with one barrier for each phase. All copies are asynchronous, so phases are ahead of their
@@ -26,6 +27,7 @@
 #include "few_rows_gemm_plan.cuh"
 #include "few_rows_gemm_preparation.cuh"
 #include "few_rows_gemm_results.cuh"
+#include "few_rows_gemm_warpgroups.cuh"
 #include "few_rows_gemm_weights.cuh"
 #include "mma.cuh"
 #include "programmatic.cuh"
@@ -168,9 +170,7 @@ class Product {
   // The scale of a chunk of this block.
   __device__ float square_scale(int chunk) const {
     if constexpr (kScaling == Scaling::kOne) return 1.0f;
-    if (chunk >= part_.chunks) return 1.0f;
-    const int64_t row = (arguments_.course.all_chunks + 3) / 4 * 4;
-    return __ldg(arguments_.operands.b_scale + part_.first_row / kMostBlockRows * row + part_.first_chunk + chunk);
+    return chunk < part_.chunks ? few_rows_gemm::square_scale(arguments_, part_, chunk) : 1.0f;
   }
 
   // The products of one chunk of a step. `where` its activations are: a turn, or the step's first chunk.
@@ -257,9 +257,24 @@ class Product {
   Preparer<Wide> preparer_;
 };
 
+// What multiplies, the way that the plan says.
+template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, Way kWay>
+using ProductOf = std::conditional_t<kWay == Way::kWarpgroups, WarpgroupProduct<kScaling, kRowGroups>,
+                                     Product<Wide, kScaling, kRowGroups, kRowTiles, kWay == Way::kBoxes>>;
+
+template <Way kWay>
+__device__ inline void fetch(const Arguments& arguments, const Part& part, uint8_t* ring, RingBarriers* rings) {
+  if constexpr (kWay == Way::kWarpgroups) {
+    BoxesOfBoth(arguments, part, ring, rings).fetch();
+  } else {
+    fetch_boxes(arguments, part, ring, rings);
+  }
+}
+
 // What a block does; `shared` is its dynamic shared memory.
-template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, bool kBoxed>
+template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, Way kWay>
 __device__ inline void multiply_rows(const Arguments& arguments, uint8_t* shared) {
+  constexpr bool kBoxed = kWay != Way::kLanes;
   constexpr int kRings = kBoxed ? kMostWarps : 1;
   __shared__ Barrier received;
   __shared__ RingBarriers rings[kRings];
@@ -270,13 +285,13 @@ __device__ inline void multiply_rows(const Arguments& arguments, uint8_t* shared
     start_rings(arguments, rings);
     __syncthreads();
     if (part.warp == arguments.course.warps) {
-      if (part.lane == 0) fetch_boxes(arguments, part, shared + arguments.layout.ring, rings);
+      if (part.lane == 0) fetch<kWay>(arguments, part, shared + arguments.layout.ring, rings);
       return wait_for_kernels_before();
     }
   }
-  Product<Wide, kScaling, kRowGroups, kRowTiles, kBoxed> product(arguments, part, shared, rings);
+  ProductOf<Wide, kScaling, kRowGroups, kRowTiles, kWay> product(arguments, part, shared, rings);
   product.start_early();
-  Results<kRowGroups, kRowTiles> results(arguments, part, shared, received);
+  Results<kScaling, kRowGroups, kRowTiles, kWay> results(arguments, part, shared, received);
   // Whatever else is read comes before the weights: behind them it arrives late, and a warp may wait for it anywhere.
   Factors<kScaling> factors(arguments);
   wait_for_kernels_before();
@@ -285,17 +300,20 @@ __device__ inline void multiply_rows(const Arguments& arguments, uint8_t* shared
   product.start();
   Sums<kRowGroups, kRowTiles> sums = {};
   product.make(sums);
-  results.write(sums, factors.product());
+  results.write(sums, factors);
 }
 
-template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, bool kBoxed>
-__global__ void __launch_bounds__(most_threads(kRowGroups) + (kBoxed ? 32 : 0), 1)
+template <Way kWay>
+constexpr bool kIsCompiled = kWay == Way::kLanes || (kWay == Way::kBoxes ? kHasBoxes : kHasWarpgroups);
+
+template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, Way kWay>
+__global__ void __launch_bounds__(most_threads(kRowGroups, kWay) + (kWay == Way::kLanes ? 0 : 32), 1)
     kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ uint4 shared[];
-  if constexpr (kBoxed && !kHasBoxes) {
-    __trap();  // the host never launches it
+  if constexpr (kIsCompiled<kWay>) {
+    multiply_rows<Wide, kScaling, kRowGroups, kRowTiles, kWay>(arguments, reinterpret_cast<uint8_t*>(shared));
   } else {
-    multiply_rows<Wide, kScaling, kRowGroups, kRowTiles, kBoxed>(arguments, reinterpret_cast<uint8_t*>(shared));
+    __trap();  // the host never launches it
   }
 }
 

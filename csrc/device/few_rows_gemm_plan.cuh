@@ -31,7 +31,8 @@ struct Preparation {
   float epsilon = 0;        // of the norm
 };
 
-constexpr int kMostPreparedRows = 8;
+constexpr int kMostPreparedRows = 8;         // by each block for itself
+constexpr int kMostNormalizedDepth = 16384;  // k, of rows that a kernel of their own normalizes
 constexpr int kMostWarps = 16;
 constexpr int kMostStages = 4;  // of weights in boxes
 
@@ -39,32 +40,47 @@ constexpr int kMostStages = 4;  // of weights in boxes
 // rows. For many rows of a, activations need most of the shared memory.
 constexpr int stages_of(int row_groups, int row_tiles) { return row_groups >= 4 ? 3 : 8 / row_tiles; }
 
-// Whether weights may come in boxes (few_rows_gemm_boxes.cuh), on compute capability 9.0 or newer. The rows of a are
-// prepared then.
-constexpr bool may_be_boxed(int row_groups, Scaling scaling) { return row_groups == 1 && scaling != Scaling::kLines; }
+// How weights come to the tensor cores. Boxes need compute capability 9.0 or newer.
+enum class Way {
+  kLanes,      // each lane copies what it multiplies
+  kBoxes,      // in boxes, by rows of a that are prepared: few_rows_gemm_boxes.cuh
+  kWarpgroups  // in boxes, by boxes of a, which are E4M3; on 9.0 alone: few_rows_gemm_warpgroups.cuh
+};
+
+// Whether bias and c come to shared memory before they are needed. Else they would need too much of it.
+constexpr bool fetches_addends(Way way, int row_groups) { return way == Way::kWarpgroups || row_groups == 1; }
 
 // Rows of a, eight by eight.
 constexpr int row_groups_of(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : 8; }
 
 // The most threads of a block, which decide how many registers each may use: 128 or 255.
-constexpr int most_threads(int row_groups) { return row_groups >= 4 ? 256 : 512; }
+constexpr int most_threads(int row_groups, Way way) {
+  return row_groups >= (way == Way::kWarpgroups ? 8 : 4) ? 256 : 512;
+}
 
 constexpr int log2_of(int power_of_two) { return power_of_two == 1 ? 0 : 1 + log2_of(power_of_two / 2); }
 
 struct Plan {
   int row_tiles;    // tiles of 16 rows of b that a warp multiplies: 1 or 2
   int row_warps;    // warps side by side along the rows of b
-  int depth_warps;  // warps that take turns at the chunks along k
+  int depth_warps;  // warps, or warpgroups, that take turns at the chunks along k
   int cluster;      // blocks that share the same rows of b, each with a part of k
   int phase_steps;  // steps whose activations are copied together
   int ahead;        // phases that are copied before they are needed
   int step_chunks;  // neighbours along k that a warp multiplies in one step
   int stages;       // batches of weights of a warp that are under way, each of one step
-  bool boxed;       // whether weights come in boxes
+  Way way;
 
   constexpr int block_rows() const { return row_warps * row_tiles * kWarpRows; }
   constexpr int warps() const { return row_warps * depth_warps; }
   constexpr int threads() const { return warps() * 32; }
+  constexpr bool boxed() const { return way != Way::kLanes; }
+
+  // Of the weights of all warps in one step, and of the rows of a beside them, of which there are at most so many.
+  constexpr int step_bytes(int row_groups) const {
+    const int rows = block_rows() + (way == Way::kWarpgroups ? row_groups * 8 : 0);
+    return depth_warps * step_chunks * rows * kChunk;
+  }
 };
 
 // A divisor of small numbers, which a multiplication divides by: a division takes more than a hundred cycles, at the
@@ -82,7 +98,8 @@ struct Divisor {
 struct Course {
   bool prepares;              // the rows of a
   int parts, d_columns;       // of a result: a sum, or with gates two; so d has half as many columns as b has rows
-  int block_rows;             // of b
+  int block_rows, box_rows;   // of b, and of a in a box
+  bool has_chunk_boxes;       // whether a box of warpgroups has all chunks of a step; else one
   int log2_pairs;             // of neighbours among them
   int all_chunks;             // along k
   int chunks, steps, phases;  // of one block
@@ -100,6 +117,8 @@ struct Course {
         parts(gated ? 2 : 1),
         d_columns(n / parts),
         block_rows(plan.block_rows()),
+        box_rows(row_groups_of(m) * 8),
+        has_chunk_boxes(plan.step_chunks > 1 && k % kChunk == 0),
         log2_pairs(log2_of(plan.block_rows() / 2)),
         all_chunks(static_cast<int>(divide_up(k, kChunk))),
         chunks(static_cast<int>(divide_up(all_chunks, plan.cluster))),
@@ -134,19 +153,19 @@ struct Layout {
   int bytes;          // of all
 
   Layout(const Plan& plan, const Course& course, const Preparation& preparation, Scaling scaling, int m, int k,
-         int row_groups, int element_bytes) {
+         int row_groups, int element_bytes, int d_bytes) {
     const int chunks = plan.phase_steps * plan.depth_warps * plan.step_chunks;
     // A quarter of a warp reads two rows of activations. These begin 64 bytes apart, modulo all banks, where a row has
     // one byte for each element; with two bytes, a lane reads every second vector, and 16 bytes apart is right.
     phase_row = chunks * kChunk * element_bytes + (element_bytes == 1 ? 64 : 16);
     phase_scales = m * phase_row;
-    phase = plan.boxed ? 0 : phase_scales + (scaling == Scaling::kLines ? chunks * row_groups * 8 * 4 : 0);
+    phase = plan.boxed() ? 0 : phase_scales + (scaling == Scaling::kLines ? chunks * row_groups * 8 * 4 : 0);
     ring = phase * course.phase_slots;
-    stage = plan.threads() * 4 * plan.row_tiles * kLaneBytes * plan.step_chunks;
+    stage = plan.step_bytes(row_groups);
     raw = ring + stage * course.stages;
     const int columns = course.chunks * kChunk;
     raw_row = (preparation.normalizes ? k : preparation.casts ? columns : 0) * 2;
-    if (plan.boxed) {
+    if (plan.way == Way::kBoxes) {
       const int before = preparation.normalizes ? (plan.cluster - 1) * columns : 0;
       phase_row = raw_row = (before + course.steps * plan.depth_warps * plan.step_chunks * kChunk) * 2 + 64;
     }
@@ -159,8 +178,8 @@ struct Layout {
     const int pairs = m * plan.block_rows() / 2 / course.parts;
     received_part = static_cast<int>(divide_up(pairs, plan.cluster)) * course.parts * 8;
     addends = received + static_cast<int>(round_up(plan.cluster > 1 ? plan.cluster * received_part : 0, 16));
-    bytes = (plan.boxed ? kBoxAlignment : 0) + addends +
-            (row_groups == 1 ? 2 * kMostBlockRows + m * plan.block_rows() * 4 : 0);
+    bytes = (plan.boxed() ? kBoxAlignment : 0) + addends +
+            (fetches_addends(plan.way, row_groups) ? 2 * kMostBlockRows + m * plan.block_rows() * d_bytes : 0);
   }
 };
 

@@ -11,6 +11,7 @@
 #include "few_rows_gemm_pairs.cuh"
 #include "few_rows_gemm_plan.cuh"
 #include "few_rows_gemm_weights.cuh"
+#include "fp8.cuh"
 #include "prefetch.cuh"
 #include "vector.cuh"
 
@@ -22,16 +23,18 @@ using Sums = float[kRowTiles][kRowGroups][4];
 // By what the sums are multiplied at the end. The scales of tiles have been multiplied with the sums already.
 template <Scaling kScaling>
 struct Factors {
-  float alpha, a_scale = 1.0f, b_scale = 1.0f;
+  float alpha, a_scale = 1.0f, b_scale = 1.0f, d_multiplier = 1.0f;
 
   // While kernels before this one may still run. One of them may make the scale of a, which comes to L2 meanwhile.
   __device__ explicit Factors(const Arguments& arguments) : alpha(arguments.problem.alpha) {
     if (threadIdx.x == 0) ask_for_line(arguments.operands.a_scale);
+    if (threadIdx.x == 0 && arguments.problem.casts_d) ask_for_line(arguments.operands.d_scale);
     if constexpr (kScaling == Scaling::kOne) b_scale = load_now(arguments.operands.b_scale);
   }
 
   __device__ void load_late(const Arguments& arguments) {
     if constexpr (kScaling != Scaling::kLines) a_scale = load_now(arguments.operands.a_scale);
+    if (arguments.problem.casts_d) d_multiplier = multiplier_of(load_now(arguments.operands.d_scale));
   }
 
   __device__ float product() const { return alpha * (a_scale * b_scale); }
@@ -51,9 +54,12 @@ struct Totals {
 __device__ inline float2 activated(const Problem& problem, float2 gate, float2 linear) {
   gate = floats_of(pair_of(gate, problem.d), problem.d), linear = floats_of(pair_of(linear, problem.d), problem.d);
   float2 result = {0, 0};
-  with_activation<float, false>(problem.activation, [&](auto function) {
-    result = {function.value(gate.x), function.value(gate.y)};
-  });
+  const auto of_gate = [&](auto function) { result = {function.value(gate.x), function.value(gate.y)}; };
+  if (problem.d == SourceType::kFloat32) {
+    with_activation<float, false>(problem.activation, of_gate);
+  } else {
+    with_activation<BFloat16, false>(problem.activation, of_gate);
+  }
   return problem.gated ? float2{result.x * linear.x, result.y * linear.y} : result;
 }
 
@@ -65,13 +71,13 @@ struct Target {
 };
 
 // The results of a block: m rows of d and the columns of its rows of b, in pairs of neighbours.
-template <int kRowGroups, int kRowTiles>
+template <Scaling kScaling, int kRowGroups, int kRowTiles, Way kWay>
 class Results {
  public:
   // Every block of a cluster receives the sums of some of the pairs, which begins with its barrier.
   __device__ Results(const Arguments& arguments, const Part& part, uint8_t* shared, Barrier& received)
       : arguments_(arguments), part_(part), shared_(shared), received_(received),
-        parts_(kRowGroups == 1 ? arguments.course.parts : 1),
+        parts_(kActivates ? arguments.course.parts : 1),
         log2_width_(arguments.course.log2_pairs - (parts_ - 1)), pairs_(arguments.problem.m << log2_width_),
         block_pairs_(arguments.layout.received_part / (8 * parts_)),
         first_(target_of(static_cast<int>(threadIdx.x))) {
@@ -95,22 +101,26 @@ class Results {
     }
   }
 
-  __device__ void write(const Sums<kRowGroups, kRowTiles>& sums, float factor) {
+  __device__ void write(const Sums<kRowGroups, kRowTiles>& sums, const Factors<kScaling>& factors) {
+    const float factor = factors.product();
+    const int own_pairs = arguments_.plan.cluster == 1 ? pairs_ : pairs_of(part_.rank);
     wait_for_products(arguments_);  // all have used weights and activations, whose place the sums take
     put(sums);
     wait_for_products(arguments_);
     if (arguments_.plan.cluster > 1) exchange();
-    const int own_pairs = arguments_.plan.cluster == 1 ? pairs_ : pairs_of(part_.rank);
     Target target = first_;
     for (int i = static_cast<int>(threadIdx.x); i < own_pairs; target = target_of(i)) {
-      finish(target, arguments_.plan.cluster == 1 ? sums_of_warps(target.pair) : sums_of_blocks(i), factor);
+      finish(target, arguments_.plan.cluster == 1 ? sums_of_warps(target.pair) : sums_of_blocks(i), factor,
+             factors.d_multiplier);
       i += arguments_.course.threads;
     }
   }
 
  private:
-  // With few rows of a, bias and c are copied to shared memory before the weights, in the first batch.
-  static constexpr bool kFetchesAddends = kRowGroups == 1;
+  // Bias and c are copied to shared memory before the weights, in the first batch.
+  static constexpr bool kFetchesAddends = fetches_addends(kWay, kRowGroups);
+  // Of other kernels, this would be code that nobody calls.
+  static constexpr bool kActivates = kRowGroups == 1 || kWay == Way::kWarpgroups;
 
   __device__ int columns() const { return 2 << log2_width_; }  // of d, of this block
   __device__ int first_column() const { return part_.first_row / parts_; }
@@ -165,10 +175,12 @@ class Results {
   }
 
   // Where the sums of a pair lie in a row of sums: with gates, the tiles of a warp are those of the gate and of the
-  // linear part.
+  // linear part, or the halves of a block are.
   __device__ int place_in_sums(int column, int part) const {
     constexpr int kTilePairs = kWarpRows / 2;
-    return parts_ == 1 ? column : (column / kTilePairs * 2 + part) * kTilePairs + column % kTilePairs;
+    if (parts_ == 1) return column;
+    if constexpr (kWay == Way::kWarpgroups) return (part << log2_width_) + column;
+    return (column / kTilePairs * 2 + part) * kTilePairs + column % kTilePairs;
   }
 
   // The sums over the warps that share the rows of b.
@@ -266,7 +278,7 @@ class Results {
     return {pair, place_in_d(pair), !is_behind_last_column(pair)};
   }
 
-  __device__ void finish(const Target& target, const Totals& totals, float factor) const {
+  __device__ void finish(const Target& target, const Totals& totals, float factor, float d_multiplier) const {
     if (!target.exists) return;
     const Operands& operands = arguments_.operands;
     const SourceType type = arguments_.problem.d;
@@ -279,9 +291,16 @@ class Results {
       if (operands.bias != nullptr) results[part] = add(results[part], floats_of(addends.bias[part], bias_type()));
     }
     float2 d = results[0];
-    if (kRowGroups == 1 && arguments_.problem.activates) d = activated(arguments_.problem, d, results[1]);
+    if (kActivates && arguments_.problem.activates) d = activated(arguments_.problem, d, results[1]);
     if (operands.c != nullptr) d = add(d, floats_of(addends.c, type));
-    write_pair(operands.d, target.place, pair_of(d, type), type);
+    const Pair rounded = pair_of(d, type);
+    if (kActivates && arguments_.problem.casts_d) {
+      const float2 x = floats_of(rounded, type);
+      static_cast<uint16_t*>(operands.d)[target.place] = static_cast<uint16_t>(
+          cast_pair<Fp8Type::kE4M3>(__fmul_rn(x.x, d_multiplier), __fmul_rn(x.y, d_multiplier)));
+    } else {
+      write_pair(operands.d, target.place, rounded, type);
+    }
   }
 
   const Arguments& arguments_;

@@ -14,7 +14,7 @@ namespace jax_fp8::few_rows_gemm {
 
 // The kernel's parameter.
 struct Arguments {
-  CUtensorMap weights;  // in boxes
+  CUtensorMap weights, rows;  // in boxes: b, and a
   Problem problem;
   Operands operands;
   Plan plan;
@@ -70,8 +70,11 @@ struct Part {
   }
 
   __device__ void set_warp(const Arguments& arguments, int number) {
-    warp = number, row_warp = quotient(number, arguments.course.depth_warps);
-    depth_warp = number - row_warp * arguments.plan.depth_warps;
+    // Of neighbours along k, or of warpgroups of neighbours along the rows of b.
+    const int together = arguments.plan.way == Way::kWarpgroups ? 4 : 1, group = number / together;
+    const int row_group = quotient(group, arguments.course.depth_warps);
+    warp = number, row_warp = row_group * together + number % together;
+    depth_warp = group - row_group * arguments.plan.depth_warps;
   }
 };
 
@@ -97,6 +100,12 @@ __device__ inline const uint8_t* weights_of(const Arguments& arguments, const Pa
 // The chunk of this block's part of k with which a step of the warp begins.
 __device__ inline int chunk_of(const Arguments& arguments, const Part& part, int step) {
   return (step * arguments.plan.depth_warps + part.depth_warp) * arguments.plan.step_chunks;
+}
+
+// The scale of a square: a chunk of this block.
+__device__ inline float square_scale(const Arguments& arguments, const Part& part, int chunk) {
+  const int64_t row = (arguments.course.all_chunks + 3) / 4 * 4;
+  return __ldg(arguments.operands.b_scale + part.first_row / kMostBlockRows * row + part.first_chunk + chunk);
 }
 
 // What the lane copies ahead, in a ring of batches.

@@ -76,6 +76,66 @@ __device__ inline void multiply(Products& d, uint64_t a, uint64_t b, bool adds) 
   }
 }
 
+// The same of E4M3 by few rows of b: 8, 16, 32 or 64 of them.
+template <int kColumns>
+struct FewColumns {
+  float of[kColumns / 2];
+};
+
+template <int kColumns>
+__device__ inline void hold(FewColumns<kColumns>& products) {
+#pragma unroll
+  for (float& product : products.of) asm volatile("" : "+f"(product)::"memory");
+}
+
+__device__ inline void multiply(FewColumns<8>& d, uint64_t a, uint64_t b, bool adds) {
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, %6, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, adds, %7, %8;\n"
+      "}"
+      : JAX_FP8_FOUR(0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(1), "n"(1));
+}
+
+__device__ inline void multiply(FewColumns<16>& d, uint64_t a, uint64_t b, bool adds) {
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, %10, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"
+      " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, adds, %11, %12;\n"
+      "}"
+      : JAX_FP8_FOUR(0), JAX_FP8_FOUR(4)
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(1), "n"(1));
+}
+
+__device__ inline void multiply(FewColumns<32>& d, uint64_t a, uint64_t b, bool adds) {
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3"
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, adds, %19, %20;\n"
+      "}"
+      : JAX_FP8_SIXTEEN(0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(1), "n"(1));
+}
+
+__device__ inline void multiply(FewColumns<64>& d, uint64_t a, uint64_t b, bool adds) {
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3"
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, adds, %35, %36;\n"
+      "}"
+      : JAX_FP8_SIXTEEN(0), JAX_FP8_SIXTEEN(16)
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(1), "n"(1));
+}
+
 #undef JAX_FP8_MULTIPLY
 #undef JAX_FP8_SIXTEEN
 #undef JAX_FP8_FOUR

@@ -97,3 +97,11 @@ def array_of(atom: Atom) -> jax.ShapeDtypeStruct:
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     """The atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def is_view(equation: JaxprEqn) -> bool:
+    """Whether the only result has the elements of the first operand in the same order, in another shape."""
+    name, params = equation.primitive.name, equation.params
+    if name == "broadcast_in_dim":
+        return array_of(equation.outvars[0]).size == array_of(equation.invars[0]).size
+    return name in ("squeeze", "expand_dims") or (name == "reshape" and params.get("dimensions") is None)

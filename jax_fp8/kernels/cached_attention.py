@@ -243,7 +243,7 @@ def _kernel(how: How, *operands: jax.Array, split: Split):
     query, key, value, keys, values, lengths, step, *others = _whole(how, split, operands)
     absent = (jnp.zeros((0, 0), jnp.float32),) * 2
     rotary, scales = _optional(how, others)
-    arguments = (query, key, value, keys, values, lengths, step, *(rotary or absent), *(scales or absent))
+    arguments = (query, key, value, keys, values, lengths, step, *(rotary or absent), *(scales or absent), absent[0])
     updated = (3, 4, 9, 10)  # keys, values and their scales
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (query, *(arguments[i] for i in updated))]
     aliases = {operand: number for number, operand in enumerate(updated, 1) if arguments[operand].size}
@@ -253,6 +253,7 @@ def _kernel(how: How, *operands: jax.Array, split: Split):
         scale=np.float32(how.scale),
         window=np.int32(min(how.window or 0, np.iinfo(np.int32).max)),
         logit_cap=np.float32(how.logit_cap or 0),
+        attended_row=np.int32(0),  # of the last operand, a scale by which the result is cast
     )
     return tuple(found if how.has_scales else found[:3])
 

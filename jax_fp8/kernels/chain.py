@@ -23,9 +23,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jax_fp8.core.types import PyTree
-from jax_fp8.jaxprs.equations import array_of, variables
+from jax_fp8.jaxprs.equations import array_of, is_view, variables
 from jax_fp8.jaxprs.flat import flat_program, run_equation
 from jax_fp8.kernels import extension
+from jax_fp8.kernels.chain_casts import with_casts_before
 from jax_fp8.kernels.dispatch import kernels_run
 from jax_fp8.kernels.few_rows import is_alone
 
@@ -133,11 +134,13 @@ class _Plan:
 def _read_early(equation: JaxprEqn) -> Sequence[Var | Literal]:
     """What a kernel reads before it waits for those before it: no kernel of the same chain may make it."""
     if equation.params["target_name"] == "jax_fp8_cached_attention":  # the caches, too, which it updates
-        return equation.invars[5:7]  # lengths and step
+        return [*equation.invars[5:7], *equation.invars[11:]]  # lengths, step and the scale of the result
     if equation.params["target_name"] != "jax_fp8_few_rows_gemm":
         return ()
     attributes = dict(equation.params["attributes"])
-    late = [0, 2, *([4 + attributes["has_bias"]] if attributes["has_c"] else [])]  # a, its scale, and c
+    late = [0, 2]  # a and its scale
+    late += [4 + attributes["has_bias"]] if attributes["has_c"] else []
+    late += [len(equation.invars) - 1] if attributes["casts_d"] else []  # the scale of the result
     return [operand for number, operand in enumerate(equation.invars) if number not in late]
 
 
@@ -156,8 +159,8 @@ def _parts(equation: JaxprEqn) -> list[int] | None:
     if any(result.dtype != source.dtype for result in results):
         return None
     item = source.dtype.itemsize
-    if name in ("reshape", "squeeze", "expand_dims") or (name == "broadcast_in_dim" and results[0].size == source.size):
-        return [0] if params.get("dimensions") is None or name == "squeeze" else None
+    if is_view(equation):
+        return [0]
     if name == "slice" and params["strides"] is None:
         return _slice(source.shape, [(params["start_indices"], results[0].shape)], item)
     if name == "split":
@@ -180,7 +183,7 @@ def _slice(shape: Sequence[int], cuts: Sequence[tuple[Sequence[int], Sequence[in
 
 def _in_chains(program: ClosedJaxpr) -> Callable:
     """The program as CUDA runs it, with its kernels in chains."""
-    flat = flat_program(program, "cuda")
+    flat = with_casts_before(flat_program(program, "cuda"))
     plan = _Plan(flat)
 
     def run(*arrays: jax.Array) -> list[jax.Array]:

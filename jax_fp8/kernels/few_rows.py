@@ -1,9 +1,10 @@
 """The input of a product of few rows before it is normalized and cast: its kernel does both itself.
 
-    x ─normalize, round to bfloat16, cast→ a ─product→ d        in one kernel: csrc/device/few_rows_gemm_preparation.cuh
+    x ─normalize, round to bfloat16, cast→ a ─product→ d        in one call: csrc/few_rows_gemm.cu
 
-Every block of that kernel prepares all rows again. For few of them that costs less than a kernel before, in whose place
-the first weights are on their way. Only a pass without a backward may do so: nothing is kept of `a`.
+On GPUs of compute capability 9.0 a kernel prepares up to 64 rows, and the product begins while it runs: its first
+weights are on their way by the time the rows are there. Elsewhere every block of the product's kernel prepares all rows
+again, up to 8 of them. Only a pass without a backward may do so: nothing is kept of `a`.
 """
 
 import math
@@ -24,7 +25,9 @@ from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.kernels.gemm_parts import Tiles
 from jax_fp8.kernels.norm import NormParameters, normalize
 
-PREPARED_ROWS = 8  # the most that the kernel prepares; as in csrc/device/few_rows_gemm_plan.cuh
+# The most rows that the kernel prepares: in each of its blocks, and in one before, of which norms have a largest k. As
+# in csrc/device/few_rows_gemm_plan.cuh.
+PREPARED_ROWS, WARPGROUP_ROWS, NORMALIZED_DEPTH = 8, 64, 16384
 # Shared memory of a block in bytes: on GPUs for data centers, and on others. Of it the smallest ring of weights, bias
 # and c, and what a tail is rounded up by.
 LARGE, SMALL, OTHERS = 227 * 1024, 99 * 1024, 25 * 1024
@@ -88,6 +91,8 @@ class FewRows:
         """Whether the kernel can prepare these rows."""
         (m, k), rule = self.x.shape, self.cast and self.cast.rule
         is_known = rule is None or (rule.dtype == E4M3 and rule.tile is None and rule.formula is None)
+        if rule is not None and has_warpgroups() and (self.norm is None or k <= NORMALIZED_DEPTH):
+            return is_known and self.x.dtype == jnp.bfloat16 and m <= min(most_rows, WARPGROUP_ROWS)
         # The rows in bfloat16 and as they are multiplied; and scale and bias of a norm in float32.
         needed = m * k * (4 if rule is None else 3) + 8 * k * (self.norm is not None) + OTHERS
         is_few = m <= min(most_rows, PREPARED_ROWS) and needed <= shared_bytes()
@@ -95,9 +100,18 @@ class FewRows:
 
 
 def shared_bytes() -> int:
-    """The shared memory of a block on this machine's GPU; where there is none, on one for data centers."""
-    is_small = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability not in ("9.0", "10.0", "10.3")
-    return SMALL if is_small else LARGE
+    """The shared memory of a block on this machine's GPU."""
+    return LARGE if _compute_capability() in ("9.0", "10.0", "10.3") else SMALL
+
+
+def has_warpgroups() -> bool:
+    """Whether warpgroups multiply E4M3 on this machine's GPU (csrc/device/few_rows_gemm_warpgroups.cuh)."""
+    return _compute_capability() == "9.0"
+
+
+def _compute_capability() -> str:
+    """Of this machine's GPU; where there is none, of an H100."""
+    return getattr(jax.devices()[0], "compute_capability", "9.0")
 
 
 def scale_of(cast: Cast) -> jax.Array:

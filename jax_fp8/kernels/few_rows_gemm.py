@@ -42,8 +42,8 @@ from jax_fp8.kernels.gemm_parts import (
 from jax_fp8.kernels.partial_results import PartialResult
 
 TARGET = "jax_fp8_few_rows_gemm"
-# The most rows of a product that takes this kernel, of activations in E4M3 and in bfloat16. Measured on an H100: with
-# 64 rows cuBLASLt's FP8 is faster, 44 us for the four GEMMs of a layer that is 2,048 wide, against 68 us.
+# The most rows of a product that takes this kernel as it is. With 64 rows cuBLASLt's FP8 is as fast. What makes this
+# kernel faster then is what it does before and after a product (prepared_gemm.py).
 MOST_ROWS = 16
 KERNEL_ROWS = 64  # the most that the kernel multiplies; as in csrc/device/few_rows_gemm_plan.cuh
 # Of the dtype of a and the tiles of a and b, how the kernel is called.
@@ -170,9 +170,11 @@ def call_few_rows(
     first, n = columns or (0, b.shape[0] // 2 if around and around.gated else b.shape[0])
     operands = (a, b, a_scale, b_scale, *addends)
     place_of_c = 4 + has_bias  # before the params of a norm
+    casts = around is not None and around.cast is not None
+    rows = [jax.ShapeDtypeStruct(a.shape, E4M3)] if casts else []  # where a kernel of its own may cast them to
     call = jax.ffi.ffi_call(
         TARGET,
-        jax.ShapeDtypeStruct((a.shape[0], n), dtype),
+        [jax.ShapeDtypeStruct((a.shape[0], n), dtype), *rows],
         input_output_aliases={place_of_c: 0} if has_c and c_in_place else None,
     )
     return call(
@@ -185,12 +187,14 @@ def call_few_rows(
         config=np.int32(config),
         norm=around.norm if around else "",
         epsilon=np.float32(around.epsilon if around else 0),
-        casts=around is not None and around.cast is not None,
+        casts=casts,
         a_row=np.int32(around.cast.row if around and around.cast else 0),
         activation=around.activation if around else "",
         second_part=np.int64(around.part_starts[0] if around else 0),
         third_part=np.int64(around.part_starts[1] if around else 0),
-    )
+        casts_d=False,
+        d_row=np.int32(0),
+    )[0]
 
 
 def check_few_rows(

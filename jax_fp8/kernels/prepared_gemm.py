@@ -23,7 +23,16 @@ from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import activate, is_gated
 from jax_fp8.kernels.casting import tile_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule
-from jax_fp8.kernels.few_rows import PREPARED_ROWS, Around, FewRows, is_alone, prepare_reference, scale_of
+from jax_fp8.kernels.few_rows import (
+    PREPARED_ROWS,
+    WARPGROUP_ROWS,
+    Around,
+    FewRows,
+    has_warpgroups,
+    is_alone,
+    prepare_reference,
+    scale_of,
+)
 from jax_fp8.kernels.few_rows_gemm import KERNEL_ROWS, SCALINGS, call_few_rows, check_few_rows, has_few_rows
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.gemm_parts import Tiles, check_addends, product_reference, scales_as_read
@@ -110,9 +119,10 @@ def _check(
     else:
         tiles = check_few_rows(a, b, dtype, None)
     check_addends("multiply_prepared", a.shape, b.shape, bias, c, 1.0, None)
+    most = WARPGROUP_ROWS if has_warpgroups() and isinstance(a, FewRows) and a.cast else PREPARED_ROWS
     if isinstance(a, FewRows) and not a.fits(KERNEL_ROWS):
         raise ValueError(
-            f"multiply_prepared needs FewRows of bfloat16 that fit, at most {PREPARED_ROWS}, with a known scale, got "
+            f"multiply_prepared needs FewRows of bfloat16 that fit, at most {most}, with a known scale, got "
             f"{describe(a.x)} and {a.cast and a.cast.rule}; normalize and cast them before"
         )
     has_one_scale = tiles[1] is None or not (activation and is_gated(activation))
@@ -181,4 +191,5 @@ def can_be_cut(a: Fp8Array | FewRows, b: Fp8Array, widths: tuple[int, ...]) -> b
     of_b = b.granularity if b.scale.ndim else None
     dtype = jnp.dtype(E4M3) if isinstance(a, FewRows) else a.dtype
     is_known = (dtype, (of_a, of_b)) in SCALINGS and b.dtype == E4M3 and is_alone()
-    return is_known and has_few_rows(a.shape[0]) and 2 <= len(widths) <= MOST_PARTS and not any(w % 16 for w in widths)
+    is_few = isinstance(a, FewRows) or has_few_rows(a.shape[0])
+    return is_known and is_few and 2 <= len(widths) <= MOST_PARTS and not any(w % 16 for w in widths)

@@ -55,7 +55,7 @@ def few_rows(rows: FewRows, gemm: Fp8Gemm, measure: Callable[[], jax.Array]) -> 
     """Rows as an input that the GEMM's kernel prepares, for a pass without a backward; None where it does not.
     `measure()` is their amax: what a caller does not use is not computed.
     """
-    fits = rows.fits(few_rows_gemm.MOST_ROWS) and is_alone()
+    fits = rows.fits(few_rows_gemm.KERNEL_ROWS) and is_alone()
     if not fits or gemm.amax_axes or CAST_STATISTICS in gemm.record.measured:
         return None
     assert rows.cast is not None, "an FP8 GEMM casts"

@@ -72,6 +72,7 @@ def test_no_weight_is_cast_or_joined_for_a_token(recipe, head, casts, monkeypatc
 def test_a_token_takes_few_launches_by_the_kernels_for_it(most_rows, gemms, monkeypatch, with_kernels):
     """A layer has four GEMMs and one attention a token, and these kernels do all that is between them."""
     h200.use_cudnn(monkeypatch)
+    monkeypatch.setattr(few_rows_gemm, "KERNEL_ROWS", most_rows)
     monkeypatch.setattr(few_rows_gemm, "MOST_ROWS", most_rows)
     monkeypatch.setattr(chain, "CHOSEN", False)
     program = compiled(fp8.GPT(CONFIG))

@@ -1,9 +1,14 @@
 """csrc/few_rows_gemm.cu on the CPU: tensor cores and copies as tests/emulation has them, against float64."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from emulation import EmulationError, planted
-from few_rows import E4M3, F16, F32, PAIRS, SOURCES, Product
+from few_rows import E4M3, F16, F32, NO_CLUSTERS, PAIRS, SOURCES
+from few_rows import Product as OfAnyDevice
+
+Product = partial(OfAnyDevice, device="10.0")  # without warpgroups
 
 # As small as what they show allows. The device of the stand-in has four multiprocessors.
 PRODUCTS = {
@@ -115,14 +120,11 @@ def test_a_sum_may_be_written_over_its_addend(name):
     assert np.array_equal(product.run(in_place=True), product.run())
 
 
-NO_CLUSTERS = (("kernel_launch.h", "compiled.ptxVersion >= 90", "false"),)
-
-
 @pytest.mark.slow
 def test_a_device_without_clusters():
-    Product(3, 16, 2064, integers=True).check_exact(NO_CLUSTERS)
+    Product(3, 16, 2064, integers=True).check_exact((NO_CLUSTERS,))
     with pytest.raises(EmulationError, match="the launch must succeed"):
-        PRODUCTS["a cluster of 2"].run(NO_CLUSTERS)
+        PRODUCTS["a cluster of 2"].run((NO_CLUSTERS,))
 
 
 @pytest.mark.slow
@@ -143,6 +145,7 @@ def test_plans_that_do_not_exist_are_refused(config):
 KERNEL, WEIGHTS = "device/few_rows_gemm.cuh", "device/few_rows_gemm_weights.cuh"
 ACTIVATIONS, RESULTS = "device/few_rows_gemm_activations.cuh", "device/few_rows_gemm_results.cuh"
 PLAN, LAUNCH, MMA = "device/few_rows_gemm_plan.cuh", "few_rows_gemm.cu", "device/mma.cuh"
+PLANS = "few_rows_gemm_plans.h"
 MISTAKES = {
     # Copies: who waits for what.
     "no wait for weights": ("many steps", WEIGHTS, "    wait_for_all_but<kStages - 1>();\n", ""),
@@ -151,7 +154,7 @@ MISTAKES = {
     "no barrier for a phase": ("phases of one step", KERNEL,
         "    wait_for_products(arguments_);\n    const int next", "    const int next"),
     "no end of a batch": ("phases", WEIGHTS, "    end_batch();\n", ""),
-    "phases too late": ("phases of one step", LAUNCH,
+    "phases too late": ("phases of one step", PLANS,
         "  plan.ahead = static_cast<int>(divide_up(plan.stages, plan.phase_steps));\n  if", "  plan.ahead = 1;\n  if"),
     "the slot of the next phase": ("phases", KERNEL,
         "fetch_phase(turn.phase + ahead_, next)", "fetch_phase(turn.phase + ahead_, turn.slot)"),
@@ -204,13 +207,13 @@ MISTAKES = {
     "scales of later phases are not fetched": ("phases", ACTIVATIONS,
         "if constexpr (kScaling == Scaling::kLines) fetch_scales(phase, to_slot);",
         "if constexpr (kScaling == Scaling::kLines) if (phase == 0) fetch_scales(phase, to_slot);"),
-    "squares of the first rows": ("tails by tile", KERNEL, "part_.first_row / kMostBlockRows * row", "0"),
-    "a row of squares too short": ("tails by tile", KERNEL,
-        "(arguments_.course.all_chunks + 3) / 4 * 4", "arguments_.course.all_chunks"),
+    "squares of the first rows": ("tails by tile", WEIGHTS, "part.first_row / kMostBlockRows * row", "0"),
+    "a row of squares too short": ("tails by tile", WEIGHTS,
+        "(arguments.course.all_chunks + 3) / 4 * 4", "arguments.course.all_chunks"),
     "squares a step late": ("phases", KERNEL,
         "next_square = square_scale(chunk_of(arguments_, part_, step + 1))",
         "next_square = square_scale(chunk_of(arguments_, part_, step))"),
-    "squares of the first block": ("a cluster of 2", KERNEL, "part_.first_chunk + chunk);", "chunk);"),
+    "squares of the first block": ("a cluster of 2", WEIGHTS, "part.first_chunk + chunk);", "chunk);"),
     "no scale of a": ("float16", RESULTS, "alpha * (a_scale * b_scale)", "alpha * b_scale"),
     "no alpha": ("tails", RESULTS, "alpha * (a_scale * b_scale)", "a_scale * b_scale"),
     # What becomes of the sums.

@@ -27,7 +27,7 @@ void numbered_barrier(int number, int threads, Place place);
 
 struct Box {
   const CUtensorMap* map;
-  int corner[3];
+  int corner[4];
   uint32_t shared;
 };
 void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place);
@@ -39,9 +39,10 @@ void load_bytes(uint32_t shared, const void* source, size_t bytes, uint32_t barr
 void commit_stores();
 void wait_for_stores(int left, Place place);
 
-// 64 x 128 sums of 32 products each. d is this thread's; the other members are the same in the whole warpgroup.
+// Sums of 32 products each, 64 rows of them. d is this thread's; the other members are the same in the whole warpgroup.
 struct Multiplication {
   float* d;
+  int columns;
   uint64_t a, b;
   bool adds;
   Format a_format, b_format;
@@ -51,14 +52,16 @@ void multiply(const Multiplication& multiplication, Place place);
 void commit_products();
 void wait_for_products(int left, Place place);
 
-template <typename... Operands>
+template <int kColumns, typename... Operands>
 void multiply(Format a_format, Format b_format, Operands&... operands) {
+  constexpr int kSums = kColumns / 2;  // of a thread
   const auto all = std::tie(operands...);
-  static_assert(sizeof...(operands) == 64 + 5);
+  static_assert(sizeof...(operands) == kSums + 5);
   float& first = std::get<0>(all);
-  if (&std::get<63>(all) != &first + 63) fail("the sums of wgmma must be one array");
-  if (std::get<67>(all) != 1 || std::get<68>(all) != 1) fail("wgmma with a sign is not known here");
-  multiply({&first, std::get<64>(all), std::get<65>(all), std::get<66>(all) != 0, a_format, b_format},
+  if (&std::get<kSums - 1>(all) != &first + kSums - 1) fail("the sums of wgmma must be one array");
+  if (std::get<kSums + 3>(all) != 1 || std::get<kSums + 4>(all) != 1) fail("wgmma with a sign is not known here");
+  multiply({&first, kColumns, std::get<kSums>(all), std::get<kSums + 1>(all), std::get<kSums + 2>(all) != 0, a_format,
+            b_format},
            Place::current());
 }
 
@@ -132,16 +135,21 @@ inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(ui
 
 inline void cp_async_bulk_tensor_3d_shared__cluster_global_mbarrier__complete_tx__bytes(
     uint32_t shared, const CUtensorMap* map, int x, int y, int z, uint32_t barrier, Place place = Place::current()) {
-  load_box({map, {x, y, z}, shared}, barrier, 0, place);
+  load_box({map, {x, y, z, 0}, shared}, barrier, 0, place);
 }
 inline void cp_async_bulk_tensor_3d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster(
     uint32_t shared, const CUtensorMap* map, int x, int y, int z, uint32_t barrier, uint16_t blocks,
     Place place = Place::current()) {
-  load_box({map, {x, y, z}, shared}, barrier, blocks, place);
+  load_box({map, {x, y, z, 0}, shared}, barrier, blocks, place);
+}
+inline void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes(
+    uint32_t shared, const CUtensorMap* map, int x, int y, int z, int w, uint32_t barrier,
+    Place place = Place::current()) {
+  load_box({map, {x, y, z, w}, shared}, barrier, 0, place);
 }
 inline void cp_async_bulk_tensor_3d_global_shared__cta_bulk_group(const CUtensorMap* map, int x, int y, int z,
                                                                   uint32_t shared, Place place = Place::current()) {
-  store_box({map, {x, y, z}, shared}, place);
+  store_box({map, {x, y, z, 0}, shared}, place);
 }
 inline void cp_async_bulk_commit_group() { commit_stores(); }
 inline void cp_async_bulk_wait_group_read(int left, Place place = Place::current()) { wait_for_stores(left, place); }
@@ -157,15 +165,31 @@ inline void wgmma_wait_group_sync_aligned(int left, Place place = Place::current
 
 template <typename... Operands>
 void wgmma_mma_async_sync_aligned_m64n128k32_f32_e4m3_e4m3(Operands&&... operands) {
-  multiply(kE4M3, kE4M3, operands...);
+  multiply<128>(kE4M3, kE4M3, operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n64k32_f32_e4m3_e4m3(Operands&&... operands) {
+  multiply<64>(kE4M3, kE4M3, operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n32k32_f32_e4m3_e4m3(Operands&&... operands) {
+  multiply<32>(kE4M3, kE4M3, operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n8k32_f32_e4m3_e4m3(Operands&&... operands) {
+  multiply<8>(kE4M3, kE4M3, operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n16k32_f32_e4m3_e4m3(Operands&&... operands) {
+  multiply<16>(kE4M3, kE4M3, operands...);
 }
 template <typename... Operands>
 void wgmma_mma_async_sync_aligned_m64n128k32_f32_e5m2_e4m3(Operands&&... operands) {
-  multiply(kE5M2, kE4M3, operands...);
+  multiply<128>(kE5M2, kE4M3, operands...);
 }
 template <typename... Operands>
 void wgmma_mma_async_sync_aligned_m64n128k32_f32_e4m3_e5m2(Operands&&... operands) {
-  multiply(kE4M3, kE5M2, operands...);
+  multiply<128>(kE4M3, kE5M2, operands...);
 }
 
 // ---- four matrices of 8 x 8 elements of 16 bits: the lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i 

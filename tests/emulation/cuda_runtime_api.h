@@ -110,11 +110,12 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribut
 
 struct cudaFuncAttributes {
   int ptxVersion;
+  size_t sharedSizeBytes;  // that the kernel declares
 };
 
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
-  *attributes = {.ptxVersion = 90};
+  *attributes = {.ptxVersion = 90, .sharedSizeBytes = 1};
   return cudaSuccess;
 }
 

@@ -59,21 +59,26 @@ void end_phase_when_complete(PhaseBarrier& barrier) {
   wake(&barrier);
 }
 
+// Of a box, from those of its first matrix to those of its last.
+uint64_t rows_of(const CUtensorMap& map) { return uint64_t{map.box[1]} * map.box[2] * map.box[3]; }
+
 // Calls function(global address, shared address, bytes) for every 16 bytes of a box. The global address is null outside
 // of the matrix.
 template <typename Function>
 void for_pieces(const Copy& copy, Function function) {
   const CUtensorMap& map = copy.map;
   const uint64_t row_bytes = map.box[0] * map.bytes;
-  for (uint64_t row = 0; row < map.box[1]; ++row) {
+  for (uint64_t row = 0; row < rows_of(map); ++row) {
     for (uint64_t byte = 0; byte < row_bytes; byte += 16) {
       uint32_t address = static_cast<uint32_t>(copy.box.shared + row * row_bytes + byte);
       if (map.is_swizzled) address ^= (address >> 7 & 7) << 4;
       const int64_t at[] = {copy.box.corner[0] + static_cast<int64_t>(byte / map.bytes),
-                            copy.box.corner[1] + static_cast<int64_t>(row), copy.box.corner[2]};
+                            copy.box.corner[1] + static_cast<int64_t>(row % map.box[1]),
+                            copy.box.corner[2] + static_cast<int64_t>(row / map.box[1] % map.box[2]),
+                            copy.box.corner[3] + static_cast<int64_t>(row / map.box[1] / map.box[2])};
       bool inside = true;
       int64_t offset = 0;
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < 4; ++i) {
         inside &= at[i] >= 0 && at[i] < static_cast<int64_t>(map.dims[i]);
         offset += at[i] * static_cast<int64_t>(map.strides[i]);
       }
@@ -114,7 +119,7 @@ void make(const Copy& copy) {
   if (is_store(copy)) return;
   PhaseBarrier* barrier = barrier_at(copy.barrier, copy.rank, copy.place);
   if (barrier == nullptr) return;
-  const uint64_t bytes = is_load(copy) ? copy.map.box[0] * copy.map.bytes * copy.map.box[1] : copy.bytes;
+  const uint64_t bytes = is_load(copy) ? copy.map.box[0] * copy.map.bytes * rows_of(copy.map) : copy.bytes;
   barrier->bytes -= static_cast<int32_t>(bytes);
   end_phase_when_complete(*barrier);
 }

@@ -13,7 +13,7 @@
 namespace emulation {
 namespace {
 
-constexpr int kWarpgroup = 128, kRows = 64, kColumns = 128, kDepth = 32, kNumbers = 16;
+constexpr int kWarpgroup = 128, kRows = 64, kMostColumns = 128, kDepth = 32, kNumbers = 16;
 
 // A thread's products that are not computed yet, the number of them at the end of each committed group, and its wait.
 struct Asked {
@@ -56,8 +56,9 @@ void read_rows(uint64_t bits, Format format, int rows, float (*out)[kDepth]) {
 template <typename Function>
 void for_sums(int first, size_t number, Function function) {
   for (int thread = 0; thread < kWarpgroup; ++thread) {
-    float* d = asked[first + thread].multiplications[number].d;
-    for (int i = 0; i < kRows * kColumns / kWarpgroup; ++i) {
+    const Multiplication& asked_for = asked[first + thread].multiplications[number];
+    float* d = asked_for.d;
+    for (int i = 0; i < kRows * asked_for.columns / kWarpgroup; ++i) {
       const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
       function(d[i], row, i / 4 * 8 + thread % 4 * 2 + i % 2);
     }
@@ -65,25 +66,27 @@ void for_sums(int first, size_t number, Function function) {
 }
 
 void make(int first, size_t number) {
-  static float a[kRows][kDepth], b[kColumns][kDepth], of_b[kDepth][kColumns], sums[kRows][kColumns];
+  static float a[kRows][kDepth], b[kMostColumns][kDepth], of_b[kDepth][kMostColumns], sums[kRows][kMostColumns];
   const Multiplication& wanted = asked[first].multiplications[number];
+  const int columns = wanted.columns;
   read_rows(wanted.a, wanted.a_format, kRows, a);
-  read_rows(wanted.b, wanted.b_format, kColumns, b);
+  read_rows(wanted.b, wanted.b_format, columns, b);
   for (int k = 0; k < kDepth; ++k) {
-    for (int column = 0; column < kColumns; ++column) of_b[k][column] = b[column][k];
+    for (int column = 0; column < columns; ++column) of_b[k][column] = b[column][k];
   }
   for_sums(first, number, [&](float& sum, int row, int column) { sums[row][column] = wanted.adds ? sum : 0; });
   for (int row = 0; row < kRows; ++row) {
     for (int k = 0; k < kDepth; ++k) {
       const float factor = a[row][k];
-      for (int column = 0; column < kColumns; ++column) sums[row][column] += factor * of_b[k][column];
+      for (int column = 0; column < columns; ++column) sums[row][column] += factor * of_b[k][column];
     }
   }
   for_sums(first, number, [&](float& sum, int row, int column) { sum = sums[row][column]; });
 }
 
 bool are_one(const Multiplication& x, const Multiplication& y) {
-  return x.a == y.a && x.b == y.b && x.adds == y.adds && x.a_format.mantissa_bits == y.a_format.mantissa_bits &&
+  return x.a == y.a && x.b == y.b && x.columns == y.columns && x.adds == y.adds &&
+         x.a_format.mantissa_bits == y.a_format.mantissa_bits &&
          x.b_format.mantissa_bits == y.b_format.mantissa_bits;
 }
 
@@ -98,7 +101,12 @@ void make_all(int first, Place place) {
   for (size_t i = 0; i < one.count; ++i) make(first, i);
 }
 
-int first_of_warpgroup() { return current / kWarpgroup * kWarpgroup; }
+int first_of_block() { return current / block_fibers * block_fibers; }
+
+int first_of_warpgroup() {
+  const int first = first_of_block();
+  return first + (current - first) / kWarpgroup * kWarpgroup;
+}
 
 }  // namespace
 
@@ -107,8 +115,12 @@ void begin_products() { asked[current].begun = true; }
 void multiply(const Multiplication& multiplication, Place place) {
   Asked& self = asked[current];
   if (!self.begun) fail("%s:%u: wgmma without a fence before", place.file_name(), place.line());
-  if (block_fibers % kWarpgroup != 0) fail("wgmma in a block that is not of whole warpgroups");
-  if (!multiplication.adds) std::fill(multiplication.d, multiplication.d + 64, NAN);  // until the thread has waited
+  if (first_of_warpgroup() + kWarpgroup > first_of_block() + block_fibers) {
+    fail("wgmma in a warpgroup that is not whole");
+  }
+  if (!multiplication.adds) {  // until the thread has waited
+    std::fill(multiplication.d, multiplication.d + multiplication.columns / 2, NAN);
+  }
   self.multiplications.push_back(multiplication);
 }
 

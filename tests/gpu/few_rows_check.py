@@ -48,9 +48,10 @@ PAIRS = {
 }
 ROWS = (1, 2, 3, 8, 9, 16, 17, 33, 64)
 SHAPES = ((16, 16), (48, 144), (272, 2064), (2048, 2048), (4096, 1040))  # n, k
-# |d - exact| <= ACCUMULATION * sum|a||b| + OUTPUT * (|exact| + |bias| + |c|). The tensor cores cut the sum of 16
-# products and the sum before them to some 24 bits, thousands of times along k.
-ACCUMULATION = 2.0**-14
+# |d - exact| <= ACCUMULATION * sum|a||b| + OUTPUT * (|exact| + |bias| + |c|), by the dtype of a. Warpgroups keep some
+# 13 bits of the sum of 32 products of E4M3 and of the sum before them, four times in a row. Of 16 products of bfloat16,
+# the tensor cores keep some 24, thousands of times along k.
+ACCUMULATION = {E4M3: 2.0**-12, BF16: 2.0**-14}
 OUTPUT = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-10, jnp.float32: 2.0**-22}
 
 
@@ -107,7 +108,9 @@ def check_product(report: Report, label, a, b, dtype, options):
         product, magnitude = alpha * (one @ other.T), alpha * (np.abs(one) @ np.abs(other).T)
         sizes = np.abs(product) + sum(map(np.abs, added))
         error = np.abs(np.asarray(first, np.float64) - product - sum(added))
-        return bool((error <= ACCUMULATION * magnitude + OUTPUT[dtype] * sizes).all())
+        return bool(
+            (error <= ACCUMULATION[E4M3 if isinstance(a, Fp8Array) else BF16] * magnitude + OUTPUT[dtype] * sizes).all()
+        )
 
     report.expect("few rows", fits(0), label)
     if b.scale.ndim > 0 and b.shape[1] > 128:
@@ -164,7 +167,7 @@ def check_prepared(report: Report):
                     wanted = np.asarray(activate(jnp.asarray(product, jnp.float32).astype(dtype), activation))
                 wanted, got = np.asarray(wanted, np.float64), np.asarray(first, np.float64)
                 error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
-                bound = 2e-4 if dtype == jnp.float32 else 6e-3
+                bound = (1e-3 if casts else 2e-4) if dtype == jnp.float32 else 6e-3
                 report.worst["prepared"] = max(error, report.worst.get("prepared", 0))
                 report.expect("prepared", bool(error < bound), f"{label}: off by {error:.1e}")
                 other = np.linalg.norm(got[::-1] - wanted) / np.linalg.norm(wanted)
@@ -178,7 +181,7 @@ def check_launches(report: Report):
     for m in (1, 16, 64) if on_gpu() else ():
         a, b = operand(rng, (m, 2064), E4M3, LINE), operand(rng, (2048, 2064), E4M3, SQUARE)
         wanted = np.asarray(multiply_few_rows(a, b, dtype=jnp.float32))
-        bound = ACCUMULATION * (np.abs(numbers(a)) @ np.abs(numbers(b)).T)
+        bound = ACCUMULATION[E4M3] * (np.abs(numbers(a)) @ np.abs(numbers(b)).T)
         for config in launches(m, 2048, 2064):
             run = jax.jit(lambda a, b, config=config: own(a, b, None, config, jnp.float32))
             d = unless_too_large(lambda run=run, a=a, b=b: np.asarray(run(a, b)))
@@ -216,7 +219,7 @@ def own(a, b, c, config=0, dtype=BF16):
 
 
 def through_cublaslt(a, b, c):
-    with mock.patch.object(few_rows_gemm, "MOST_ROWS", 0):
+    with mock.patch.object(few_rows_gemm, "has_few_rows", lambda *_: False):
         return matmul(a, b, c=c)
 
 

@@ -29,7 +29,7 @@ def layer() -> Call:
     first = Call(
         "few_rows_gemm",
         (Buffer(BF16, (m, k), 29), Buffer(E4M3, (2 * k, k), 30), floats(3), ONE, floats(k)),
-        (Buffer(BF16, (m, 2 * k)),),
+        (Buffer(BF16, (m, 2 * k)), Buffer(E4M3, (m, k))),
         how | {"norm": "rmsnorm", "casts": True, "a_row": np.int32(1), "second_part": np.int64(k)},
     )
     second = Call(

@@ -26,23 +26,26 @@ def few_rows() -> Iterator[Call]:
 
 
 AS_IT_IS = {"norm": "", "epsilon": np.float32(0), "casts": False, "a_row": np.int32(0), "activation": ""}
-AS_IT_IS |= {"second_part": np.int64(0), "third_part": np.int64(0)}
+AS_IT_IS |= {"second_part": np.int64(0), "third_part": np.int64(0), "casts_d": False, "d_row": np.int32(0)}
 
 
 def prepared() -> Iterator[Call]:
-    m, n, k = 5, 64, 272
+    n, k = 64, 272
     variants = itertools.product(("", "layernorm", "rmsnorm"), (True, False), ("", "gelu", "swiglu"))
     for number, (norm, casts, activation) in enumerate(variants):
         if not (norm or casts or activation):
             continue
-        gated, d = activation == "swiglu", SOURCES[number % 3]
+        gated, casts_d, m = activation == "swiglu", number % 4 == 0, 20 if casts and number % 3 else 5
+        d = E4M3 if casts_d else SOURCES[number % 3]
         operands = (Buffer(BF16, (m, k), 29), Buffer(E4M3, (n, k), 30), floats(3) if casts else ONE, ONE)
         norms = {"": (), "layernorm": (floats(k), floats(k)), "rmsnorm": (floats(k),)}[norm]
         how = {"has_bias": False, "has_c": False, "alpha": np.float32(1), "config": np.int32(0)}
         how |= {"first_column": np.int64(0), "scaling": "", "norm": norm, "epsilon": np.float32(1e-6)}
         how |= {"casts": casts, "a_row": np.int32(2 if casts else 0), "activation": activation}
         how |= {"second_part": np.int64(number % 2 * 16), "third_part": np.int64(0)}
-        yield Call("few_rows_gemm", (*operands, *norms), (Buffer(d, (m, n // 2 if gated else n)),), how)
+        how |= {"casts_d": casts_d, "d_row": np.int32(1 if casts_d else 0)}
+        results = (Buffer(d, (m, n // 2 if gated else n)), *((Buffer(E4M3, (m, k)),) if casts else ()))
+        yield Call("few_rows_gemm", (*operands, *norms, *((floats(2),) if casts_d else ())), results, how)
 
 
 def starts_of(*ends: int) -> Buffer:

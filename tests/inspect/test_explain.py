@@ -44,6 +44,7 @@ def test_three_products_of_a_layer():
 
 @pytest.mark.skipif(not extension.built(), reason="the extension has no kernels")
 def test_products_of_few_rows_say_their_kernel(with_kernels, monkeypatch):
+    monkeypatch.setattr(few_rows_gemm, "KERNEL_ROWS", 32)
     monkeypatch.setattr(few_rows_gemm, "MOST_ROWS", 32)
     module = fp8.Dense(32)
     variables = module.init(jax.random.key(0), X)
@@ -55,7 +56,7 @@ def test_products_of_few_rows_say_their_kernel(with_kernels, monkeypatch):
 @pytest.mark.skipif(not extension.built(), reason="the extension has no kernels")
 def test_products_in_chains_are_found(with_kernels, monkeypatch):
     model = fp8.GPT(fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64))
-    prompt = jnp.ones((2, 16), jnp.int32)
+    prompt = jnp.ones((2, 48), jnp.int32)  # more than the kernel for few rows takes
     variables = jax.eval_shape(model.init, jax.random.key(0), prompt)
     shapes = []
     for chains in (False, True):

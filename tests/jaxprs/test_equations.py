@@ -13,6 +13,7 @@ from jax_fp8.jaxprs.equations import (
     all_equations,
     called_jaxpr,
     inner_jaxprs,
+    is_view,
     scan_parts,
     turns,
     variables,
@@ -173,3 +174,13 @@ def test_turns():
 def test_literals_are_no_variables():
     (added,) = equations(lambda x: x + 1.0, X)
     assert len(added.invars) == 2 and variables(added.invars) == added.invars[:1]
+
+
+def test_views():
+    """The same elements in the same order."""
+    views = [lambda x: x.reshape(2, 6), lambda x: x[None], lambda x: lax.squeeze(x[:, None], (1,)),
+             lambda x: lax.broadcast_in_dim(x, (3, 1, 4), (0, 2)), lambda x: lax.expand_dims(x, (0,))]  # fmt: skip
+    others = [lambda x: x.T, lambda x: x + 1, lambda x: x[:2], lambda x: lax.broadcast_in_dim(x, (2, 3, 4), (1, 2)),
+              lambda x: lax.rev(x, (0,)), lambda x: lax.reshape(x, (12,), (1, 0))]  # fmt: skip
+    assert all(is_view(equation) for view in views for equation in equations(view, X))
+    assert not any(all(map(is_view, equations(other, X))) for other in others)

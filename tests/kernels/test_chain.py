@@ -1,7 +1,8 @@
 """Chains of kernels compute what the kernels do one after another.
 
 No kernel runs here. In their place stands a function of all bytes that a kernel reads and of its attributes, so that a
-wrong wire, a wrong part of an array or a wrong attribute changes every number that follows.
+wrong wire, a wrong part of an array or a wrong attribute changes every number that follows. Casts alone are those of
+the kernels, since they may move from one kernel to another.
 """
 
 import hashlib
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Literal
+from reference import quantize
 
 import jax_fp8 as fp8
+from jax_fp8.core.formats import E4M3
 from jax_fp8.jaxprs.equations import array_of
 from jax_fp8.jaxprs.flat import flat_program, run_equation
 from jax_fp8.kernels import chain
@@ -26,11 +29,28 @@ NAMES = {number: jnp.dtype(name) for name, number in DTYPES.items()}
 
 def kernel(target, attributes, operands, results):
     """Fill the results, arrays of bytes, from all operands."""
-    what = repr((target, sorted((name, repr(value)) for name, value in dict(attributes).items())))
+    attributes, operands, cast_of_result = dict(attributes), [*operands], None
+    if target == "jax_fp8_few_rows_gemm":
+        if attributes.pop("casts", False) and attributes["norm"] == "":
+            operands[0] = cast(operands[0], operands[2], attributes["a_row"])
+        row, casts_result = attributes.pop("d_row", 0), attributes.pop("casts_d", False)
+        cast_of_result = (operands.pop(), row) if casts_result else None
+    if target == "jax_fp8_cached_attention" and len(operands) > 11:
+        scale, row = operands.pop(11), attributes.pop("attended_row")
+        cast_of_result = (scale, row) if scale.size else None
+    what = repr((target, sorted((name, repr(value)) for name, value in attributes.items())))
     digest = hashlib.sha256(what.encode() + b"".join(operand.tobytes() for operand in operands)).digest()
     random = np.random.default_rng(list(digest))
-    for result in results:
-        result[:] = random.integers(0, 56, result.size, np.uint8)  # of which no float has an exponent of NaN
+    for number, result in enumerate(results):
+        is_cast = cast_of_result and number == 0
+        # Bytes of which no float has an exponent of NaN.
+        made = random.integers(0, 56, result.size * (2 if is_cast else 1), np.uint8)
+        result[:] = cast(made, *cast_of_result) if is_cast else made
+
+
+def cast(data, scales, row):
+    """Bytes of bfloat16 to those of E4M3."""
+    return quantize(data.view(jnp.bfloat16), E4M3, scales.view(np.float32)[row])[0].view(np.uint8)
 
 
 def as_bytes(array):
@@ -183,17 +203,20 @@ def test_a_kernel_before_a_sum_that_needs_it_goes_into_the_first_chain():
 @pytest.mark.parametrize(
     ("target", "attributes", "early"),
     [
-        ("jax_fp8_few_rows_gemm", {"has_bias": False, "has_c": False}, {1, 3, 4, 5, 6}),
-        ("jax_fp8_few_rows_gemm", {"has_bias": False, "has_c": True}, {1, 3, 5, 6}),
-        ("jax_fp8_few_rows_gemm", {"has_bias": True, "has_c": True}, {1, 3, 4, 6}),
+        ("jax_fp8_few_rows_gemm", {"has_bias": False, "has_c": False, "casts_d": False}, {1, 3, 4, 5, 6}),
+        ("jax_fp8_few_rows_gemm", {"has_bias": False, "has_c": True, "casts_d": False}, {1, 3, 5, 6}),
+        ("jax_fp8_few_rows_gemm", {"has_bias": True, "has_c": True, "casts_d": False}, {1, 3, 4, 6}),
+        ("jax_fp8_few_rows_gemm", {"has_bias": True, "has_c": True, "casts_d": True}, {1, 3, 4}),
         ("jax_fp8_cached_attention", {}, {5, 6}),
         ("jax_fp8_quantize", {}, set()),
     ],
 )
 def test_what_a_kernel_reads_before_it_waits_comes_from_outside(target, attributes, early):
+    if target == "jax_fp8_few_rows_gemm":
+        attributes = attributes | {"casts": False, "norm": "", "d_row": 0}
     for position in range(7):
         calls = both(
-            lambda x, at=position: link(*[x] * at, link(link(x)), *[x] * (6 - at), target=target, **attributes), X
+            lambda x, at=position: link(*[x] * at, link(link(x)), *[x] * (6 - at), target=target, **attributes), X + 1
         )
         assert len(calls) == (2 if position in early else 1), "a chain of two before it, or one of three"
 

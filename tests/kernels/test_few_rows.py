@@ -9,7 +9,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.kernels.few_rows import PREPARED_ROWS, Around, FewRows, device_count, prepare_reference, scale_of
+from jax_fp8.kernels.few_rows import (
+    NORMALIZED_DEPTH,
+    PREPARED_ROWS,
+    WARPGROUP_ROWS,
+    Around,
+    FewRows,
+    device_count,
+    prepare_reference,
+    scale_of,
+)
 
 
 def around(**changes):
@@ -19,7 +28,10 @@ def around(**changes):
 
 
 def test_the_kernel_prepares_as_many_rows_as_it_says():
-    assert cpp.constant("device/few_rows_gemm_plan.cuh", "kMostPreparedRows") == PREPARED_ROWS
+    plan = "device/few_rows_gemm_plan.cuh"
+    assert cpp.constant(plan, "kMostPreparedRows") == PREPARED_ROWS
+    assert cpp.constant(plan, "kMostRows") == WARPGROUP_ROWS
+    assert cpp.constant(plan, "kMostNormalizedDepth") == NORMALIZED_DEPTH
 
 
 def test_where_parts_begin():

@@ -163,7 +163,7 @@ def test_where_kernels_run_it_is_one_custom_call(pair, with_kernels):
 
 
 def test_matmul_gives_it_products_of_few_rows(with_kernels):
-    assert MOST_ROWS == 16 and not is_for_few_rows(1, E4M3, E5M2, "")
+    assert (MOST_ROWS, KERNEL_ROWS) == (16, 64) and not is_for_few_rows(1, E4M3, E5M2, "")
 
     def calls(m, pair, b_dtype=E4M3, **settings):
         a, b = operands(m, 272, 144, pair)

@@ -82,6 +82,13 @@ def test_which_rows_fit(monkeypatch):
     def norm(k):
         return NormParameters(jnp.ones(k), None)
 
+    def by_a_kernel_before(m, k):
+        return FewRows(of(m, k), CAST, norm(k)).fits(KERNEL_ROWS), FewRows(of(m, k), CAST).fits(KERNEL_ROWS)
+
+    assert by_a_kernel_before(64, 16384) == (True, True) and by_a_kernel_before(65, 16) == (False, False)
+    assert by_a_kernel_before(9, 16400) == (False, True), "a norm of more has no kernel of its own"
+    assert not FewRows(of(9, 16), None, norm(16)).fits(KERNEL_ROWS), "warpgroups multiply no bfloat16"
+    monkeypatch.setattr(few_rows, "has_warpgroups", lambda: False)
     assert FewRows(of(8, 4096), CAST, norm(4096)).fits(KERNEL_ROWS)
     assert not FewRows(of(8, 4096), CAST).fits(7) and not FewRows(of(8, 4096), CAST).fits(0)
     assert FewRows(of(1, 16384), CAST, norm(16384)).fits(KERNEL_ROWS)
@@ -105,7 +112,8 @@ def test_which_products_can_be_cut(monkeypatch):
     assert not can_be_cut(rows, weight, (56, 8))
     assert not can_be_cut(rows, weight, (16, 16, 16, 16))
     monkeypatch.setattr(few_rows_gemm, "MOST_ROWS", 2)
-    assert not can_be_cut(rows, weight, (32, 32))
+    assert can_be_cut(rows, weight, (32, 32))
+    assert not can_be_cut(quantize_rowwise(x, CAST).rowwise, weight, (32, 32))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +123,8 @@ def test_which_products_can_be_cut(monkeypatch):
         ({"activation": "gelu", "widths": (32, 32)}, "without c or widths"),
         ({"widths": (32, 16)}, "into 2 to 3 parts"),
         ({"widths": (32, 32), "c": True}, "into 2 to 3 parts"),
-        ({"rows": FewRows(jnp.zeros((9, 144), jnp.bfloat16), CAST)}, "needs FewRows of bfloat16 that fit"),
+        ({"rows": FewRows(jnp.zeros((9, 144), jnp.bfloat16), None)}, "FewRows of bfloat16 that fit, at most 8,"),
+        ({"rows": FewRows(jnp.zeros((3, 144)), CAST)}, "FewRows of bfloat16 that fit, at most 64,"),
         ({"rows": jnp.zeros((3, 144), jnp.bfloat16), "activation": "gelu"}, "activates the product of FewRows alone"),
     ],
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from new_tokens import attend, check, make, written
-from reference import assert_same_bits
+from reference import assert_same_bits, quantize
 from token_attention import BFLOAT16, E4M3, FEW_SLOTS, NO_CLUSTERS, SCALES, SIXTEEN, run
 
 CASES = {
@@ -111,6 +111,19 @@ def test_numbers_out_of_range_count_as_the_nearest():
     problem = make(step=0)
     for ours, other in zip(run(replace(problem, step=-5)), run(problem), strict=True):
         assert_same_bits(ours, other)
+
+
+@pytest.mark.parametrize("changes", [(), FEW_SLOTS], ids=["one block", "a cluster"])
+@pytest.mark.parametrize("cache", [BFLOAT16, E4M3])
+def test_a_result_that_is_cast(cache, changes):
+    """Exactly what the cast of the result is, by a scale that saturates some of it."""
+    problem = make(cache=cache, group=2, head_dim=80, slots=200, prompt_slots=150, step=30)
+    attended = run(problem, changes)[0]
+    scale = np.float32(np.abs(attended.astype(np.float32)).max() / 500)
+    found = run(problem, changes, attended_scale=scale)[0]
+    expected = quantize(attended, E4M3, scale)[0]
+    assert_same_bits(found, expected)
+    assert len(np.unique(found.astype(np.float32))) > 50 and found.astype(np.float32).max() == 448
 
 
 def test_no_rows():

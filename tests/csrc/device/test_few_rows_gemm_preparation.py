@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from emulation import planted
-from few_rows import BF16, F16, F32, SOURCES
-from prepared_rows import ACTIVATIONS, GATED, NO_CLUSTERS, PreparedProduct
+from few_rows import BF16, F16, F32, NO_CLUSTERS, SOURCES
+from prepared_rows import ACTIVATIONS, GATED, PreparedProduct
 
 from jax_fp8.kernels import few_rows
 
@@ -26,8 +26,8 @@ PREPARED = {
     "gates of several warps": PreparedProduct(8, 224, 144, activation="reglu", config=12401),
     "many boxes": PreparedProduct(2, 64, 2064, norm="layernorm", config=12202),
     "many boxes of one chunk": PreparedProduct(3, 32, 1296, norm="rmsnorm", config=210012101),
-    "without boxes": PreparedProduct(5, 80, 400, norm="layernorm", bias=True, boxed=False),
-    "gates without boxes": PreparedProduct(8, 224, 272, activation="swiglu", config=12401, boxed=False),
+    "without boxes": PreparedProduct(5, 80, 400, norm="layernorm", bias=True, device="8.9"),
+    "gates without boxes": PreparedProduct(8, 224, 272, activation="swiglu", config=12401, device="8.9"),
 }  # fmt: skip
 
 

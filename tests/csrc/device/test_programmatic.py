@@ -15,12 +15,15 @@ PRODUCTS = {
     "layernorm and cast": lambda: PreparedProduct(5, 80, 400, norm="layernorm", bias=True),
     "norm of bfloat16": lambda: PreparedProduct(8, 48, 272, norm="rmsnorm", casts=False),
     "a ring that goes round": lambda: PreparedProduct(2, 32, 2064, norm="layernorm", config=12101),
-    "a ring without boxes": lambda: PreparedProduct(2, 32, 2064, norm="layernorm", config=12101, boxed=False),
+    "a ring without boxes": lambda: PreparedProduct(2, 32, 2064, norm="layernorm", config=12101, device="8.9"),
     "a norm in a cluster": lambda: PreparedProduct(3, 64, 656, norm="layernorm", config=42102),
     "gates": lambda: PreparedProduct(5, 160, 272, norm="rmsnorm", activation="swiglu", bias=True),
-    "rows as they are": lambda: Product(3, 48, 400, d=F32, bias=True, c=True, integers=True),
+    "rows as they are": lambda: Product(3, 48, 400, d=F32, bias=True, c=True, integers=True, device="10.0"),
     "phases": lambda: Product(9, 16, 2064, "bfloat16, 2d", config=311102, d=F32, integers=True),
     "many rows by tile": lambda: Product(35, 64, 1040, "1d2d", config=112202, d=F32, c=True, integers=True),
+    "warpgroups": lambda: Product(12, 64, 1168, d=F32, bias=True, c=True, integers=True, config=210011401),
+    "warpgroups and prepared rows": lambda: PreparedProduct(9, 80, 400, norm="layernorm", device="9.0", d_scale=2.0),
+    "warpgroups and a cast": lambda: PreparedProduct(3, 48, 272, d=F32, bias=True, c=True, device="9.0"),
 }
 
 
@@ -107,6 +110,10 @@ MISTAKES = {
     "no wait for rows as they are": ("rows as they are", KERNEL,
         "    } else if (!kBoxed && has_early_weights()) {\n      wait_for_all_but<0>();\n", ""),
     "phases in no batch": ("phases", KERNEL, "      if (has_early_weights()) end_batch();\n", ""),
+    "no wait of the warp that asks for rows": ("warpgroups", "device/few_rows_gemm_warpgroups.cuh",
+        "    wait_for_kernels_before();\n", ""),
+    "no wait of the kernel that prepares": ("warpgroups and prepared rows", "device/few_rows_gemm_rows.cuh",
+        "  wait_for_kernels_before();\n", ""),
     "no wait for rows behind the weights": ("a ring that goes round", KERNEL, "wait_for_all_but<0>();",
         "wait_for_all_but<kFirst>();"),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Products of few rows that the kernel itself normalizes, casts and activates, and what each must make of its operands.
 
 Numbers are chosen so that the statistics of a row are exact, whatever the order of their sums: its elements are small
-integers, and those of LayerNorm add up to zero. So the prepared rows are known to the bit, and the product is compared
+integers, and the mean of those of LayerNorm is one, too. So the prepared rows are known to the bit, and the product is compared
 as that of any rows.
 """
 
@@ -46,13 +46,16 @@ class PreparedProduct(Product):
         self.norm, self.casts, self.activation = norm, casts, activation
         random = np.random.default_rng([m, n, k, 1])
         half = random.integers(-3, 4, (m, k // 2))
-        self.x = np.concatenate([half, -half[:, ::-1]], axis=1).astype(BF16)
+        mean = 2 if norm == "layernorm" else 0
+        self.x = (np.concatenate([half, -half[:, ::-1]], axis=1) + mean).astype(BF16)
         self.norm_scale, self.norm_bias = random.normal(size=(2, k)).astype(np.float32)
         self.prepare()
 
     def prepare(self):
         """Find the rows as they are multiplied."""
         x = self.x.astype(np.float32)
+        if self.norm == "layernorm":
+            x = x - np.mean(x, axis=1, keepdims=True, dtype=np.float32)
         if self.norm:
             squares = np.sum(x * x, axis=1, keepdims=True, dtype=np.float32) / np.float32(self.shape[2])
             rstd = np.float32(1) / np.sqrt(squares + np.float32(EPSILON))

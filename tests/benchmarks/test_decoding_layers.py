@@ -17,8 +17,8 @@ def test_it_compiles_and_refuses_other_arguments(tmp_path):
     options = ["-std=c++20", "-arch=sm_90a", "-O1", "-Xptxas", "-O0", f"-I{ROOT}/csrc", f"-I{jax.ffi.include_dir()}"]
     subprocess.run(["nvcc", *options, ROOT / "benchmarks/decoding_layers.cu", "-o", program], check=True, timeout=600)
     for arguments, sentence in {
-        ("--rows", "9"): "--rows must be from 1 to 8, got 9",
-        ("--what",): "the arguments are --rows N, --model NAME and --search, got --what",
+        ("--rows", "65"): "--rows must be from 1 to 64, got 65",
+        ("--what",): "the arguments are --rows N, --model NAME, --cache fp8 and --search, got --what",
     }.items():
         done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 2 and sentence in done.stderr

@@ -41,7 +41,7 @@ PRODUCTS = {
     "swiglu": Prepared(18, 160, 272, norm="rmsnorm", activation="swiglu", bias=True),
     "gates in a cluster": Prepared(3, 192, 528, activation="geglu", config=220021402, d=BF16, bias=True),
     "gates in boxes of two chunks": Prepared(18, 96, 512, activation="reglu", config=220011802),
-    "a result that is cast": Product(7, 80, 272, bias=True, c=True, integers=True, d_scale=0.7),
+    "a result that is cast": Product(7, 80, 272, c=True, alpha=0.3, integers=True, d_scale=0.7),
     "a result of many rows that is cast": Product(33, 80, 528, integers=True, d_scale=3.0, config=220021402),
 }  # fmt: skip
 
@@ -161,7 +161,7 @@ MISTAKES = {
         "cuuint64_t(extent.columns * extent.rows), cuuint64_t(extent.columns)}"),
     "rings of the first warpgroup": ("boxes of two chunks", WARPGROUPS,
         "part.depth_warp * step_chunks * (b_bytes", "0 * step_chunks * (b_bytes"),
-    "slots on one another": ("more slots than steps", WARPGROUPS, "stage = slot * (", "stage = 0 * ("),
+    "slots on one another": ("boxes of two chunks", WARPGROUPS, "stage = slot * (", "stage = 0 * ("),
     # Products.
     "rows of the first warpgroup": ("two warpgroups along n", WARPGROUPS,
         "part.row_warp / kWarps * kRowsOfWarpgroup", "0 * kRowsOfWarpgroup"),
@@ -174,7 +174,7 @@ MISTAKES = {
         "a + i * (kDepthOfProduct / 16), true)"),
     "no fence": ("one chunk", WARPGROUPS, "    begin_products();\n", "", "wgmma without a fence"),
     "no wait for products": ("one chunk", WARPGROUPS, "    jax_fp8::wait_for_products<0>();\n", ""),
-    "a chunk too many": ("boxes of four chunks", WARPGROUPS,
+    "a chunk too many": ("a cluster of 2", WARPGROUPS,
         "chunk < step_chunks && first + chunk < part_.chunks", "chunk < step_chunks"),
     "a warpgroup beside the first one": ("four warpgroups", WEIGHTS, "row_group * together + number % together",
         "row_group * together + number / together"),
@@ -197,9 +197,7 @@ MISTAKES = {
     "no rounding before the cast": ("a result that is cast", RESULTS,
         "const float2 x = floats_of(rounded, type);", "const float2 x = d;"),
     # The kernel that prepares.
-    "products that do not wait for rows": ("layernorm and cast", WARPGROUPS,
-        "    wait_for_kernels_before();\n", ""),
-    "rows as they were": ("layernorm and cast", LAUNCH, "    operands.a = operands.rows;\n", "", "argument"),
+    "rows as they were": ("layernorm and cast", LAUNCH, "    operands.a = operands.rows;\n", ""),
     "the first piece alone": ("rmsnorm of two pieces", ROWS,
         "return (first + piece) * kPieceColumns +", "return first * kPieceColumns +"),
     "pieces of the first row": ("a cast of two pieces", ROWS, "row = static_cast<int>(blockIdx.x) / raw.blocks_of_row;",

@@ -202,6 +202,7 @@ few_rows_gemm::Operands operands_of(const FewRowsBuffers& buffers, const FewRows
   constexpr int kBiasBytes = 2;  // bfloat16 or float16
   const auto* const b = static_cast<const uint8_t*>(buffers.b.untyped_data());
   const auto* const b_scale = static_cast<const float*>(buffers.b_scale.untyped_data());
+  const bool has_lines = rule.scaling == "1d2d";
   const int64_t squares = rule.scaling.empty() ? 0 : rule.first_column / few_rows_gemm::kChunk;
   const void* bias = nullptr;
   if (buffers.bias) {
@@ -210,7 +211,7 @@ few_rows_gemm::Operands operands_of(const FewRowsBuffers& buffers, const FewRows
   return {
       .a = buffers.a.untyped_data(),
       .b = b + rule.first_column * k,
-      .a_scale = static_cast<const float*>(buffers.a_scale.untyped_data()) + rule.a_row,
+      .a_scale = static_cast<const float*>(buffers.a_scale.untyped_data()) + (has_lines ? 0 : rule.a_row),
       .b_scale = b_scale + squares * filled_up(tiles_of(k)),
       .bias = bias,
       .c = buffers.c ? buffers.c->untyped_data() : nullptr,

@@ -34,7 +34,7 @@ class Results {
   // Begins the barrier of what the block receives.
   __device__ Results(const Call<C, T>& call, const Part& part, Shared<C, T, kWidth, kHeads>& shared)
       : call_(call), part_(part), shared_(shared),
-        scale_(kMayCast && call.attended_scale != nullptr ? __ldg(call.attended_scale) : 0.0f) {
+        scale_(casts() ? __ldg(call.attended_scale) : 1.0f) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if (call.log2_blocks == 0) return;
     if (threadIdx.x == 0) {
@@ -69,6 +69,9 @@ class Results {
   static constexpr int kRowPairs = kWidth / 2;
   static constexpr bool kMayCast = std::is_same_v<T, BFloat16>;
   static_assert(kRowPairs % kMostBlocks == 0);
+
+  // Whether the result is cast to E4M3.
+  __device__ bool casts() const { return kMayCast && call_.attended_scale != nullptr; }
 
   // Pairs, and what is received of them, are numbered alike: a pair's receiver is as an item's sender.
   __device__ int block_of(int item) const { return item & (call_.blocks() - 1); }
@@ -125,7 +128,7 @@ class Results {
     const float x = __fdividef(softmax.attended.x, softmax.sum), y = __fdividef(softmax.attended.y, softmax.sum);
     const int64_t row = int64_t{part_.head} * call_.sizes.queries + part_.first_query + h;
     T* target = call_.attended + row * head_dim + feature;
-    if (kMayCast && scale_ != 0.0f) {
+    if (casts()) {
       const float multiplier = multiplier_of(scale_);
       float two[2];
       unpack(pack(x, y, BFloat16{}), two, BFloat16{});
@@ -141,7 +144,7 @@ class Results {
   const Call<C, T>& call_;
   const Part& part_;
   Shared<C, T, kWidth, kHeads>& shared_;
-  const float scale_;  // of a cast of the result to E4M3; 0: none
+  const float scale_;  // of a cast of the result
 };
 
 }  // namespace jax_fp8::cached_attention

@@ -124,6 +124,8 @@ def test_a_result_that_is_cast(cache, changes):
     expected = quantize(attended, E4M3, scale)[0]
     assert_same_bits(found, expected)
     assert len(np.unique(found.astype(np.float32))) > 50 and found.astype(np.float32).max() == 448
+    with np.errstate(divide="ignore", invalid="ignore"):
+        assert_same_bits(run(problem, changes, attended_scale=0.0)[0], quantize(attended, E4M3, np.float32(0))[0])
 
 
 def test_no_rows():

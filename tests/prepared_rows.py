@@ -1,8 +1,8 @@
 """Products of few rows that the kernel itself normalizes, casts and activates, and what each must make of its operands.
 
 Numbers are chosen so that the statistics of a row are exact, whatever the order of their sums: its elements are small
-integers, and the mean of those of LayerNorm is one, too. So the prepared rows are known to the bit, and the product is compared
-as that of any rows.
+integers, and the mean of those of LayerNorm is one, too. So the prepared rows are known to the bit, and the product is
+compared as that of any rows.
 """
 
 import math

@@ -239,11 +239,11 @@ def mirror_gaps(root: pathlib.Path) -> list[str]:
     for kernel in kernels:
         if not (root / wanted[kernel]).exists():
             broken.append(f"{kernel}: needs {wanted[kernel]}, which runs it on the CPU")
+    # Headers and handlers, where there is one.
     headers = sorted(path.relative_to(root) for path in (root / "csrc/device").glob("*.cuh"))
-    wanted |= {
-        path: pathlib.Path("tests/csrc/device", f"test_{path.stem}.py") for path in headers
-    }  # where there is one
-    wanted |= {path: pathlib.Path("tests/csrc", f"test_{path.stem}.py") for path in (root / "csrc").glob("*.cc")}
+    wanted |= {path: pathlib.Path("tests/csrc/device", f"test_{path.stem}.py") for path in headers}
+    others = [*(root / "csrc").glob("*.h"), *(root / "csrc").glob("*.cc")]
+    wanted |= {path: pathlib.Path("tests/csrc", f"test_{path.stem}.py") for path in others}
     for room in (*ROOMS, "csrc"):
         for test in sorted((root / "tests" / room).rglob("test_*.py")):
             if test.relative_to(root) not in wanted.values():

@@ -140,7 +140,11 @@ std::string enqueue(const Problem& problem, Operands operands, cudaStream_t stre
   if (status != cudaSuccess) return cudaGetErrorString(status);
   const auto plan = plan_of(problem, device);
   const bool has_warpgroups = plan && plan->way == Way::kWarpgroups;
-  if (!plan || (plan->cluster > 1 && !device.has_clusters) || (problem.needs_warpgroups() && !has_warpgroups)) {
+  if (problem.needs_warpgroups() && !has_warpgroups) {
+    return "more than " + std::to_string(kMostPreparedRows) + " rows are normalized, activated or cast only by code " +
+           "for compute capability 9.0a, and this build has none for this device; compile it for 90a-real";
+  }
+  if (!plan || (plan->cluster > 1 && !device.has_clusters)) {
     return "no kernel runs with config " + std::to_string(problem.config) + " on this device";
   }
   const bool is_prepared = has_warpgroups && problem.prepares();

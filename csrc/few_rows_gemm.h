@@ -1,6 +1,6 @@
-// A GEMM of few rows, for text generation: reading the weights bounds its time. The tensor cores multiply by the
-// instruction of one warp (mma.sync), so it runs on every GPU that has FP8. On compute capability 9.0 or newer, the
-// blocks of a cluster share a long k.
+// A GEMM of few rows, for text generation: reading the weights bounds its time. On compute capability 9.0 warpgroups
+// multiply E4M3 (wgmma). All else multiplies by the instruction of one warp (mma.sync), so it runs on every GPU that
+// has FP8. On compute capability 9.0 or newer, the blocks of a cluster share a long k.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,17 +24,18 @@ namespace jax_fp8::few_rows_gemm {
 // All matrices are row-major: d[m, n] = alpha (a[m, k] a_scale) · (b[n, k] b_scale)ᵀ + bias[n] + c[m, n]. k and n are
 // multiples of 16, and m is at most kMostRows. b is E4M3; a is E4M3 or bfloat16.
 //
-// With a preparation, a is normalized, rounded to bfloat16 and cast by a_scale first, in each block anew.
+// With a preparation, a is normalized, rounded to bfloat16 and cast by a_scale first: in each block anew, or for
+// warpgroups by a kernel before.
 //
-// Products are exact, and their sums are float32. Where tiles have scales, the sum of each 128 products is multiplied
-// by its scales and then added.
+// Products are exact, and their sums are float32; but warpgroups keep some 13 bits of the sum of 128 products. Where
+// tiles have scales, the sum of each 128 products is multiplied by its scales and then added.
 struct Problem {
   int m, n, k;
   bool a_is_bfloat16;  // in the product
   Scaling scaling;  // kOne, and kLines of E4M3 or kSquares of bfloat16
   SourceType d;
   float alpha;
-  int32_t config;  // the plan as `plan_of` reads it; 0: a plan that suits the shape
+  int32_t config;  // the plan as `plan_by_digits` reads it; 0: a plan that suits the shape
   // a is bfloat16 then. More than kMostPreparedRows rows are prepared, activated and cast only with warpgroups.
   Preparation preparation = {};
   bool casts_d = false;  // from bfloat16 to E4M3, of few rows or by warpgroups

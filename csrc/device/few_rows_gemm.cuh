@@ -7,8 +7,8 @@
 // Of 64 neighbours along k, lane 4 g + t copies 16, from 16 t on, of the rows g and g + 8 of b. They are its elements
 // of four products: the order of k within a product is free, and the activations are read in the same order. So no
 // lane needs what another one has copied, and the ring of weights needs no barrier. A chunk is two times 64 elements.
-// Where the kernel prepares its rows, weights may come in boxes instead: few_rows_gemm_boxes.cuh. And more than 8 rows
-// of E4M3 have another kernel on compute capability 9.0: few_rows_gemm_warpgroups.cuh.
+// Where the kernel prepares its rows, weights may come in boxes instead: few_rows_gemm_boxes.cuh. And on compute
+// capability 9.0, rows of E4M3 have another kernel: few_rows_gemm_warpgroups.cuh.
 //
 // The warps of a block take turns at the chunks, in steps. Activations are shared by all of them: they are copied in
 // phases of several steps, with one barrier for each phase. All copies are asynchronous, so phases are ahead of their

@@ -1,5 +1,5 @@
-// The products of a GEMM of few rows by warpgroups (wgmma, compute capability 9.0 alone), where a is E4M3 and has more
-// rows than it takes to wait for the weights alone: 64 rows of b by 8, 16, 32 or 64 rows of a at once, both in boxes.
+// The products of a GEMM of few rows by warpgroups (wgmma, compute capability 9.0 alone), where a is E4M3: 64 rows of b
+// by 8, 16, 32 or 64 rows of a at once, both in boxes.
 //
 // A step's boxes of a lie behind those of b, in the same slot of the ring and behind the same barrier. The weights of
 // the first slots are asked for before the kernels that make a have ended, and their rows of a afterwards.

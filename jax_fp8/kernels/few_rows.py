@@ -1,4 +1,4 @@
-"""The input of a product of few rows before it is normalized and cast: its kernel does both itself.
+"""The input of a product of few rows before it is normalized and cast: the call of the product does both.
 
     x ─normalize, round to bfloat16, cast→ a ─product→ d        in one call: csrc/few_rows_gemm.cu
 

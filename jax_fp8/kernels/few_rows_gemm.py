@@ -2,8 +2,9 @@
 `d[m, n] = alpha (a * a.scale) · (b * b.scale)ᵀ + bias[n] + c[m, n]`.
 
 With at most 64 rows, reading the weights bounds the time of a product. The kernel (csrc/few_rows_gemm.cu) reads each
-weight once, half as many bytes as of bfloat16. Its products are exact, and their sums float32. Weights `b` are E4M3
-with one scale, or with one for each square of 128 x 128. Activations `a` are
+weight once, half as many bytes as of bfloat16. Its products are exact, and their sums float32; but on GPUs of compute
+capability 9.0, the sum of 128 products of E4M3 has some 13 bits, as in cuBLASLt's GEMMs. Weights `b` are E4M3 with one
+scale, or with one for each square of 128 x 128. Activations `a` are
 
     E4M3       by weights with one scale       one scale
     E4M3       by weights with SQUARES         a scale for each LINE of 1 x 128, as in kernels/gemm.py
@@ -42,8 +43,8 @@ from jax_fp8.kernels.gemm_parts import (
 from jax_fp8.kernels.partial_results import PartialResult
 
 TARGET = "jax_fp8_few_rows_gemm"
-# The most rows of a product that takes this kernel as it is. With 64 rows cuBLASLt's FP8 is as fast. What makes this
-# kernel faster then is what it does before and after a product (prepared_gemm.py).
+# The most rows of a product that takes this kernel as it is; cuBLASLt multiplies more. With what is before and after a
+# product, it may have more rows (prepared_gemm.py, FewRows.fits).
 MOST_ROWS = 16
 KERNEL_ROWS = 64  # the most that the kernel multiplies; as in csrc/device/few_rows_gemm_plan.cuh
 # Of the dtype of a and the tiles of a and b, how the kernel is called.

@@ -32,6 +32,7 @@ from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.nn.moe import LayerNormMoE
 from jax_fp8.ops.dot_general import dot_general, einsum, init_state
 from jax_fp8.ops.rotary_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RotaryScaling, YarnScaling
+from jax_fp8.optim.balance import balance_experts
 from jax_fp8.optim.freeze import freeze
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
@@ -83,6 +84,7 @@ __all__ = [
     "YarnScaling",
     "apply_updates",
     "backward_dw",
+    "balance_experts",
     "by_maximum",
     "capture_report",
     "cast_weights",

@@ -110,6 +110,7 @@ CALLS: dict[str, list[Call]] = {
     "TransformerBlock.__call__": error(lambda: applied(fp8.TransformerBlock(1, 16, num_experts=-1), X)),
     "DotGeneral.__call__": error(lambda: fp8.DotGeneral().init(jax.random.key(0), X, X, (((), ()), ((), ())))),
     "Lora": error(lambda: fp8.Lora(rank=0)),
+    "balance_experts": error(lambda: fp8.balance_experts(optax.sgd(0.1), -1)),
     "freeze": error(lambda: fp8.freeze(optax.sgd(0.1))),
     "freeze_kernels": error(lambda: fp8.freeze_kernels({"params": {}}, OTHER)),
     "merge_adapters": error(lambda: fp8.merge_adapters({"params": {}}, fp8.Lora(rank=2), {"kernel": X})),

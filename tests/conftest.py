@@ -76,6 +76,8 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from jax_fp8.kernels import dispatch  # noqa: E402
 
+MOST_MAPPINGS = 20_000  # half a module may add ten thousand
+
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(config, items):
@@ -107,6 +109,22 @@ def _device(request):
     else:
         with jax.default_device(gpus()[0]):
             yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs():
+    """Forget the compiled programs after a module where they have many memory mappings. Linux gives a process 65,530 by
+    default; without another one the compiler crashes.
+    """
+    yield
+    if _mappings() > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def _mappings() -> int:
+    mappings = pathlib.Path("/proc/self/maps")
+    return mappings.read_bytes().count(b"\n") if mappings.exists() else 0
 
 
 @pytest.fixture(autouse=True)

@@ -19,24 +19,38 @@ def softmax(logits) -> np.ndarray:
     return exponentials / exponentials.sum(-1, keepdims=True)
 
 
-def chosen_experts(logits, choices) -> np.ndarray:
-    """The most likely experts of each token; of equally likely ones the first."""
-    return np.argsort(-logits, axis=-1, kind="stable")[:, :choices]
+def scores_of(logits, scores="softmax") -> np.ndarray:
+    return softmax(logits) if scores == "softmax" else 1 / (1 + np.exp(-logits))
 
 
-def dense_weights(logits, choices, normalize=True) -> np.ndarray:
+def chosen_experts(
+    logits, choices, scores="softmax", bias=0.0, groups=1, groups_per_token=1, group_score_experts=2
+) -> np.ndarray:
+    """The experts of each token with the highest scores; of equal ones the first. Groups are chosen before."""
+    chosen = []
+    for preferences in scores_of(logits, scores) + bias:
+        members = np.split(np.arange(len(preferences)), groups)
+        totals = [np.sort(preferences[own])[::-1][:group_score_experts].sum() for own in members]
+        best = np.argsort(-np.array(totals), kind="stable")[:groups_per_token]
+        allowed = np.sort(np.concatenate([members[group] for group in best]))
+        chosen.append(allowed[np.argsort(-preferences[allowed], kind="stable")[:choices]])
+    return np.array(chosen)
+
+
+def dense_weights(logits, choices, normalize=True, scale=1.0, scores="softmax", **rule) -> np.ndarray:
     """The weight of each expert for each token, (tokens, experts); 0 for experts that it does not go to."""
     weights = np.zeros(logits.shape)
-    probabilities = softmax(logits)
-    np.put_along_axis(weights, chosen_experts(logits, choices), 1, axis=-1)
-    weights *= probabilities
-    return weights / weights.sum(-1, keepdims=True) if normalize else weights
+    np.put_along_axis(weights, chosen_experts(logits, choices, scores, **rule), 1, axis=-1)
+    weights *= scores_of(logits, scores)
+    return scale * (weights / weights.sum(-1, keepdims=True) if normalize else weights)
 
 
-def balance_loss(logits, choices) -> float:
+def balance_loss(logits, choices, scores="softmax", **rule) -> float:
     experts = logits.shape[1]
-    fractions = np.bincount(chosen_experts(logits, choices).reshape(-1), minlength=experts) / logits.shape[0] / choices
-    return experts * float(fractions @ softmax(logits).mean(0))
+    chosen = chosen_experts(logits, choices, scores, **rule)
+    fractions = np.bincount(chosen.reshape(-1), minlength=experts) / logits.shape[0] / choices
+    shares = scores_of(logits, scores)
+    return experts * float(fractions @ (shares / shares.sum(-1, keepdims=True)).mean(0))
 
 
 def swiglu_mlp(x, gate, up, down) -> np.ndarray:

@@ -65,6 +65,8 @@ WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/ops/gemm_residual.py": "tests/ops/test_passes.py makes one and reads it",
     "jax_fp8/nn/declared_gemm.py": "tests/nn/test_gemm.py declares some, and tests/nn/test_lora.py multiplies by them",
     "jax_fp8/ops/adapters.py": "tests/nn/test_lora.py multiplies by adapters in every layer",
+    "jax_fp8/nn/router.py": "tests/nn/test_moe.py names its variables and reads its bias",
+    "jax_fp8/optim/parts.py": "tests/optim/test_freeze.py and test_balance.py update parts, in place and otherwise",
     "jax_fp8/nnx/product.py": "tests/nnx/test_layers.py and test_adapters.py multiply by every kind",
     "jax_fp8/plan/choices.py": "tests/plan/test_gpt_plans.py makes models and optimizers of them",
     "jax_fp8/plan/setting.py": "numbers; tests/plan/test_arithmetic.py and test_suggest.py make many",

@@ -46,6 +46,7 @@ def kernelless_name(name: str) -> str:
 
 
 UNNAMED = kernelless_name("product")
+CORRECTION_BIAS = "correction_bias"  # the last name of a router's bias, which no gradient trains (optim/balance.py)
 AMAX_HISTORY = "amax_history"  # a node of the FP8 state with this entry is the state of a GEMM
 OF_CACHE = VERSION, CAST_BY = "params_version", "cast_by"  # entries beside the names of layers in a weight cache
 

@@ -36,6 +36,11 @@ class GPTConfig:
       num_experts: MLPs of each layer, each with `mlp_hidden_size`; a token goes to `experts_per_token` of them. 0: one
         MLP for all tokens. Experts have no biases.
       experts_per_token, normalize_router_weights, router_aux_loss, router_z_loss: as in `LayerNormMoE`.
+      router_scores, router_scale, router_correction_bias: as in `LayerNormMoE`.
+      expert_groups, groups_per_token, group_score_experts: as in `LayerNormMoE`.
+      shared_expert_features, gate_shared_expert: as in `LayerNormMoE`.
+      dense_layers: the numbers of the layers without experts, which have one MLP for all tokens.
+      dense_hidden_size: hidden features of the MLP of these layers; None is `mlp_hidden_size`.
       dropout_rate: the fraction that training drops of the embeddings, and of each branch that attention and MLP add to
         the residual stream, as in GPT-2.
       attention_dropout_rate: the fraction of the softmax weights that training drops. It needs XLA's attention; see
@@ -85,6 +90,16 @@ class GPTConfig:
     num_experts: int = 0
     experts_per_token: int = 2
     normalize_router_weights: bool = True
+    router_scores: str = "softmax"
+    router_scale: float = 1.0
+    router_correction_bias: bool = False
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    group_score_experts: int = 2
+    shared_expert_features: int = 0
+    gate_shared_expert: bool = False
+    dense_layers: tuple[int, ...] = ()
+    dense_hidden_size: int | None = None
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
     dropout_rate: float = 0.0
@@ -170,7 +185,8 @@ class GPTConfig:
           index: the number of the layer, from 0.
 
         Returns:
-          `sliding_window`, `rotary`, `rotary_base` and `rotary_scaling` of this layer, by name.
+          `sliding_window`, `rotary`, `rotary_base`, `rotary_scaling`, `num_experts` and `mlp_hidden_features` of this
+          layer, by name.
 
         Example:
           >>> import jax_fp8 as fp8
@@ -182,11 +198,15 @@ class GPTConfig:
             range(self.num_layers) if self.windowed_layers is None else self.windowed_layers
         )
         has_own_base = is_windowed and self.window_rotary_base is not None
+        is_dense = index in self.dense_layers
+        hidden = self.mlp_hidden_size or 4 * self.hidden_size
         return {
             "sliding_window": self.sliding_window if is_windowed else None,
             "rotary": self.positions == "rotary" and index not in self.unrotated_layers,
             "rotary_base": self.window_rotary_base if has_own_base else self.rotary_base,
             "rotary_scaling": None if has_own_base else self.rotary_scaling,
+            "num_experts": 0 if is_dense else self.num_experts,
+            "mlp_hidden_features": (self.dense_hidden_size or hidden) if is_dense else hidden,
         }
 
     @property
@@ -235,12 +255,20 @@ def _qwen(
     return _llama(layers, heads, width, mlp, kv_heads, vocab, seq, **qwen)
 
 
+def _qwen3_moe(layers: int, heads: int, width: int, mlp: int) -> GPTConfig:
+    """The shape of Qwen3 with 128 experts, of which a token goes to 8."""
+    moe = {"num_experts": 128, "experts_per_token": 8, "router_aux_loss": 0.001 * 8 / layers}
+    return _qwen(layers, heads, width, mlp, 4, vocab=151_936, seq=40_960, head_dim=128, qk_norm=True, **moe)
+
+
 # GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1; the one
 # with a trillion: https://arxiv.org/abs/2104.04473, table 1, but with heads of 128, the most that cuDNN takes. Their
 # vocabulary is padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3, before its training on
 # long sequences: 8,192 tokens, no scaling. Llama 3.1, Llama 3.2, Qwen2.5, Qwen3 and Mixtral are as in the config.json
 # of their weights. Mixtral's coefficient of the load-balancing loss, 0.02 there, is 0.02 * 2 / 32 here: each layer has
-# a loss of its own, and shares add up to 1 instead of to the experts of a token.
+# a loss of its own, and shares add up to 1 instead of to the experts of a token. Qwen3's is 0.001 in the same way.
+# DeepSeek-V2-Lite (https://arxiv.org/abs/2405.04434, appendix B) is without its attention by latents: each of its 16
+# heads has queries, keys and values of 128 features.
 PRESETS = {
     "tiny": _gpt(4, 4, 128, vocab=256, seq=128),
     "tiny-llama": _llama(4, 4, 128, 384, kv_heads=2, vocab=256, seq=128),
@@ -267,6 +295,25 @@ PRESETS = {
     "qwen2.5-7b": _qwen(28, 28, 3584, 18_944, 4, vocab=152_064, seq=131_072, use_qkv_bias=True),
     "qwen3-0.6b": _qwen(
         28, 16, 1024, 3072, 8, vocab=151_936, seq=40_960, head_dim=128, qk_norm=True, tie_embeddings=True
+    ),
+    "qwen3-30b-a3b": _qwen3_moe(48, 32, 2048, 768),
+    "qwen3-235b-a22b": _qwen3_moe(94, 64, 4096, 1536),
+    "deepseek-v2-lite": _qwen(
+        27,
+        16,
+        2048,
+        1408,
+        16,
+        vocab=102_400,
+        seq=4096,
+        rotary_base=10_000.0,
+        num_experts=64,
+        experts_per_token=6,
+        normalize_router_weights=False,
+        router_aux_loss=0.001,
+        shared_expert_features=2 * 1408,
+        dense_layers=(0,),
+        dense_hidden_size=10_944,
     ),
     "qwen3-8b": _qwen(36, 32, 4096, 12_288, 8, vocab=151_936, seq=40_960, qk_norm=True),
 }

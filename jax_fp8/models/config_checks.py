@@ -7,9 +7,10 @@ from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import check_norm
 from jax_fp8.nn.dropout import is_rate
 from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary, rotated_features
+from jax_fp8.ops.router import RouterRule
 
 DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate")
-LAYER_NUMBERS = ("windowed_layers", "unrotated_layers")
+LAYER_NUMBERS = ("windowed_layers", "unrotated_layers", "dense_layers")
 OF_ROTARY = {
     "rotary_base": ROTARY_BASE,
     "rotary_scaling": None,
@@ -24,7 +25,7 @@ def check_fields(config: Any) -> None:
     for name in ("vocab_size", "num_heads", "hidden_size", "max_seq_len"):
         check_integer(name, getattr(config, name))
     check_integer("num_layers", config.num_layers, least=0)
-    for name in ("num_kv_heads", "mlp_hidden_size", "head_dim", "sliding_window"):
+    for name in ("num_kv_heads", "mlp_hidden_size", "dense_hidden_size", "head_dim", "sliding_window"):
         if getattr(config, name) is not None:
             check_integer(name, getattr(config, name))
     for name in ("use_bias", "tie_embeddings", "qk_norm", "normalize_router_weights", "zero_centered_scale"):
@@ -40,8 +41,8 @@ def check_fields(config: Any) -> None:
         raise ValueError(f'positions must be "learned" or "rotary", got {config.positions!r}')
     check_norm(config.norm)
     is_gated(config.activation)
-    _check_experts(config)
     _check_layer_numbers(config)
+    _check_experts(config)
     _check_numerics(config)
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.hidden_size
     if config.head_dim is None and width % heads:
@@ -117,10 +118,18 @@ def _check_numerics(config: Any) -> None:
 def _check_experts(config: Any) -> None:
     check_integer("num_experts", config.num_experts, least=0)
     check_integer("experts_per_token", config.experts_per_token)
+    check_integer("shared_expert_features", config.shared_expert_features, least=0)
+    for name in ("router_correction_bias", "gate_shared_expert"):
+        check_bool(name, getattr(config, name))
     for name in ("router_aux_loss", "router_z_loss"):
         check_number(name, getattr(config, name), "that is not negative", lambda weight: weight >= 0)
-    if config.num_experts and config.experts_per_token > config.num_experts:
-        raise ValueError(
-            f"experts_per_token must be at most num_experts, got {config.experts_per_token} of {config.num_experts}; "
-            "change one of them"
-        )
+    if config.num_experts:
+        RouterRule.from_fields(vars(config)).check(config.num_experts)
+    else:
+        given = [name for name in ("shared_expert_features", "dense_layers") if getattr(config, name)]
+        if given:
+            raise ValueError(f"{given[0]} is for a model with experts, got num_experts=0; leave it out")
+    if config.gate_shared_expert and not config.shared_expert_features:
+        raise ValueError("gate_shared_expert is for a shared expert, got shared_expert_features=0; give it a size")
+    if config.dense_hidden_size is not None and not config.dense_layers:
+        raise ValueError("dense_hidden_size is for dense_layers, got none; leave it out")

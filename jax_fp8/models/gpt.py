@@ -247,7 +247,6 @@ class GPT(nn.Module):
             block = nn.remat(block, policy=policy, prevent_cse=kind == "full" or not alone)
         return block(
             **(shared_fields(config, TransformerBlock) | config.layer_fields(index)),
-            mlp_hidden_features=config.mlp_hidden_size or 4 * config.hidden_size,
             epsilon=config.norm_epsilon,
             deterministic=deterministic,
             recipe=self.recipe,

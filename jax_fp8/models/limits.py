@@ -21,12 +21,18 @@ MOST = {
     "sliding_window": 2**30,
     "num_experts": 2**14,
     "experts_per_token": 2**14,
+    "shared_expert_features": 2**24,
+    "dense_hidden_size": 2**24,
+    "expert_groups": 2**14,
+    "groups_per_token": 2**14,
+    "group_score_experts": 2**14,
 }
 FLOATS = (
     "rotary_base",
     "norm_epsilon",
     "router_aux_loss",
     "router_z_loss",
+    "router_scale",
     "dropout_rate",
     "attention_dropout_rate",
     "window_rotary_base",

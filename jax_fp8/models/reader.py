@@ -182,12 +182,14 @@ def _with_wide_vectors(params: PyTree) -> dict[str, PyTree]:
 def gemms_of(config: GPTConfig) -> Iterator[LayerPath]:
     """The paths of the GEMMs of all layers of a GPT."""
     into_mlp = ("gate", "up") if is_gated(config.activation) else ("up",)
-    name_in_mlp = experts_name if config.num_experts else joined_name
     for index in range(config.num_layers):
         for names in (PROJECTIONS, ("out",)):
             yield f"layer_{index}", "attention", joined_name(names)
+        has_experts = config.layer_fields(index)["num_experts"] > 0
         for names in (into_mlp, ("down",)):
-            yield f"layer_{index}", "mlp", name_in_mlp(names)
+            yield f"layer_{index}", "mlp", (experts_name if has_experts else joined_name)(names)
+            if has_experts and config.shared_expert_features:
+                yield f"layer_{index}", "mlp", "shared", joined_name(names)
 
 
 def _joined(

@@ -38,6 +38,9 @@ class TransformerBlock(Fp8Module):
         only zero_centered_scale may be set.
       norm, activation, use_bias, epsilon, dropout_rate, deterministic: as in `SelfAttention` and `LayerNormMLP`.
       experts_per_token, normalize_router_weights, router_aux_loss, router_z_loss: as in `LayerNormMoE`.
+      router_scores, router_scale, router_correction_bias: as in `LayerNormMoE`.
+      expert_groups, groups_per_token, group_score_experts: as in `LayerNormMoE`.
+      shared_expert_features, gate_shared_expert: as in `LayerNormMoE`.
       recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
@@ -70,6 +73,14 @@ class TransformerBlock(Fp8Module):
     num_experts: int = 0
     experts_per_token: int = 2
     normalize_router_weights: bool = True
+    router_scores: str = "softmax"
+    router_scale: float = 1.0
+    router_correction_bias: bool = False
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    group_score_experts: int = 2
+    shared_expert_features: int = 0
+    gate_shared_expert: bool = False
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
     dropout_rate: float = 0.0

@@ -22,6 +22,8 @@ FLAGS = (
     "recompute",
     "logical_axes",
     "normalize_router_weights",
+    "router_correction_bias",
+    "gate_shared_expert",
     "fp8_attention",
     "zero_centered_scale",
 )

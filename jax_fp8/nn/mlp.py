@@ -81,51 +81,57 @@ class LayerNormMLP(Fp8Module):
         """
         check_layer(self, x, ("hidden_features",))
         check_branch(self)
-        features, hidden = x.shape[-1], self.hidden_features
+        features = x.shape[-1]
         has_norm = norm_before(self) is not None
         norm = NormVariables(**shared_fields(self, NormVariables), name="norm")(features) if has_norm else None
-        names = ("gate", "up") if is_gated(self.activation) else ("up",)
-        by_columns = ParamSharding(COLUMNS, hidden, "hidden features")
-        by_rows = ParamSharding(ROWS, hidden, "hidden features")
-        widths, shardings, use_bias = (hidden,) * len(names), (by_columns,) * len(names), self.use_bias
-        up = declare_gemm_of(self, names, features, widths, shardings, use_bias=use_bias)
-        own_hidden = up.parameters.widths[0]  # in a step on shards, those of this device
-        down = declare_gemm_of(
-            self, ("down",), own_hidden, (features,), (by_rows,), use_bias=use_bias, kernel_init=self.down_init
-        )
+        up, down = declare_mlp(self, features, self.hidden_features)
         is_last = ends_in_gemm(self, deterministic)
-        y = self._multiply(x, norm, up, down, self.residual and is_last)
+        y = multiply_mlp(self, x, norm, up, down, self.residual and is_last)
         return y if is_last else end_branch(self, y, x.astype(self.dtype) if self.residual else None, deterministic)
 
-    @nn.nowrap  # no part of the paths that profiles and `explain` show
-    def _multiply(
-        self, x: jax.Array, norm: NormParameters | None, up: DeclaredGemm, down: DeclaredGemm, residual: bool
-    ) -> jax.Array:
-        """`down(activation(up(norm(x))))`, with `residual` plus `x`: one op. With adapters or without a norm it is an
-        op for each part. So it is where only one of both GEMMs is in FP8.
-        """
-        if norm is None or up.adapters or down.adapters or (up.fp8 is None) != (down.fp8 is None):
-            multiply_up = partial(up.multiply, dtype=self.dtype, recompute=self.recompute)
 
-            def multiply_down(rows: jax.Array, added: jax.Array | None) -> jax.Array:
-                return down.multiply(rows, self.dtype, added, self.recompute)
+def declare_mlp(module: Fp8Module, features: int, hidden: int) -> tuple[DeclaredGemm, DeclaredGemm]:
+    """The GEMMs of gate and up, and of down, in a module with the fields of `LayerNormMLP`."""
+    names, use_bias = ("gate", "up") if is_gated(module.activation) else ("up",), module.use_bias
+    by_columns = ParamSharding(COLUMNS, hidden, "hidden features")
+    by_rows = ParamSharding(ROWS, hidden, "hidden features")
+    widths, shardings = (hidden,) * len(names), (by_columns,) * len(names)
+    up = declare_gemm_of(module, names, features, widths, shardings, use_bias=use_bias)
+    own_hidden = up.parameters.widths[0]  # in a step on shards, those of this device
+    down = declare_gemm_of(
+        module, ("down",), own_hidden, (features,), (by_rows,), use_bias=use_bias, kernel_init=module.down_init
+    )
+    return up, down
 
-            parts = multiply_up, multiply_down, x, norm, self.activation, self.epsilon, self.dtype, residual
-            return mlp_by_parts(*parts)
-        y, amaxes = norm_mlp(
-            x,
-            norm,
-            up.parameters,
-            down.parameters,
-            (up.fp8, down.fp8) if up.fp8 and down.fp8 else None,
-            self.activation,
-            self.epsilon,
-            self.dtype,
-            residual=residual,
-            recompute=self.recompute,
-            tensor=up.tensor,
-        )
-        if amaxes is not None:
-            up.stage(amaxes[0])
-            down.stage(amaxes[1])
-        return y
+
+def multiply_mlp(
+    module: Fp8Module, x: jax.Array, norm: NormParameters | None, up: DeclaredGemm, down: DeclaredGemm, residual: bool
+) -> jax.Array:
+    """`down(activation(up(norm(x))))`, with `residual` plus `x`: one op. With adapters or without a norm it is an op
+    for each part. So it is where only one of both GEMMs is in FP8.
+    """
+    activation, epsilon, dtype, recompute = module.activation, module.epsilon, module.dtype, module.recompute
+    if norm is None or up.adapters or down.adapters or (up.fp8 is None) != (down.fp8 is None):
+        multiply_up = partial(up.multiply, dtype=dtype, recompute=recompute)
+
+        def multiply_down(rows: jax.Array, added: jax.Array | None) -> jax.Array:
+            return down.multiply(rows, dtype, added, recompute)
+
+        return mlp_by_parts(multiply_up, multiply_down, x, norm, activation, epsilon, dtype, residual)
+    y, amaxes = norm_mlp(
+        x,
+        norm,
+        up.parameters,
+        down.parameters,
+        (up.fp8, down.fp8) if up.fp8 and down.fp8 else None,
+        activation,
+        epsilon,
+        dtype,
+        residual=residual,
+        recompute=recompute,
+        tensor=up.tensor,
+    )
+    if amaxes is not None:
+        up.stage(amaxes[0])
+        down.stage(amaxes[1])
+    return y

@@ -1,7 +1,8 @@
 """A mixture of experts in the place of a Transformer's MLP, norm included.
 
     x ─norm─→ router → experts of each token, weights
-         └──→ rows, sorted by expert → MLPs in FP8 ─combine─→ + x
+         ├──→ rows, sorted by expert → MLPs in FP8 ─combine─→ + x
+         └──→ shared expert, where there is one ───────────────┘
 
 The router and its softmax are float32. The layer sows its auxiliary losses, already weighted, into the collection
 "losses". The training loss adds them up, as `next_token_loss` does.
@@ -15,11 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jax_fp8.core.checks import check_number
-from jax_fp8.core.fp8_gemm import Record
+from jax_fp8.core.checks import check_integer, check_number
 from jax_fp8.core.paths import experts_name, joined_name
 from jax_fp8.core.recipe_rules import recipe_of_all
-from jax_fp8.core.recorder import RECORDER
 from jax_fp8.core.shards import ParamSharding, current_tensor, declare_sharding
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
@@ -32,12 +31,14 @@ from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import Fp8Module, GemmState, shared_fields
 from jax_fp8.nn.names import named
+from jax_fp8.nn.router import RouterVariables
+from jax_fp8.nn.shared_expert import SharedExpert
 from jax_fp8.ops.cached_attention import is_token
 from jax_fp8.ops.expert_mlp import expert_mlp
 from jax_fp8.ops.expert_rows import combine_rows, sort_tokens
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
 from jax_fp8.ops.parameters import LinearParameters, as_one_matrix
-from jax_fp8.ops.router import EXPERT_SHARES, Routing, route
+from jax_fp8.ops.router import EXPERT_SHARES, RouterRule, Routing, route
 
 LOSSES = "losses"
 
@@ -48,7 +49,8 @@ class LayerNormMoE(Fp8Module):
     The result is as wide as `x`. Every token reaches all of its experts: there is no capacity limit. Variables:
     `params/{norm, router, up, down}`, with a gated activation `gate` too; kernels of experts are (num_experts, in,
     out), the router's is f32 (in, num_experts). Under delayed scaling `fp8/{+up, +down}` or `fp8/{+gate+up, +down}`:
-    all experts share the three scales of a GEMM. There are no biases.
+    all experts share the three scales of a GEMM. There are no biases but `params/router/correction_bias`
+    f32 (num_experts,), if asked for. A shared expert has variables of its own, `params/shared` and `fp8/shared`.
 
     The layer sows into two collections, where they are mutable: into "losses" its weighted auxiliary losses, and into
     "intermediates" `expert_fractions`, f32[num_experts], the share of tokens that each expert gets.
@@ -59,6 +61,15 @@ class LayerNormMoE(Fp8Module):
       experts_per_token: how many experts a token goes to.
       activation, norm, epsilon: as in `LayerNormMLP`.
       normalize_router_weights: divide the weights of a token by their sum, as Mixtral does.
+      router_scores: "softmax", or "sigmoid" as DeepSeek-V3 has it: what makes scores of the router's logits. Experts
+        with the highest scores are chosen, and their scores are their weights.
+      router_scale: weights are multiplied by it at last.
+      router_correction_bias: add a bias to the scores where experts are chosen, and to no weight. It balances experts
+        without a loss, by an optimizer in `balance_experts`; then set `router_aux_loss` to 0.
+      expert_groups, groups_per_token: the experts are so many groups of neighbours, of which a token may use so many.
+      group_score_experts: a group's score is the sum of so many of its highest scores.
+      shared_expert_features: hidden features of one more expert, which all tokens go to; 0 has none. Its weight is 1.
+      gate_shared_expert: its weight is the sigmoid of `norm(x)` times a vector, `params/shared/router`.
       router_aux_loss: weight of the load-balancing loss of Switch Transformer (https://arxiv.org/abs/2101.03961,
         equation 4), for several choices of a token.
       router_z_loss: weight of the z-loss of ST-MoE (https://arxiv.org/abs/2202.08906, equation 5).
@@ -89,6 +100,14 @@ class LayerNormMoE(Fp8Module):
     norm: str = "layernorm"
     epsilon: float = 1e-6
     normalize_router_weights: bool = True
+    router_scores: str = "softmax"
+    router_scale: float = 1.0
+    router_correction_bias: bool = False
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    group_score_experts: int = 2
+    shared_expert_features: int = 0
+    gate_shared_expert: bool = False
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
     down_init: Initializer | None = None
@@ -115,13 +134,14 @@ class LayerNormMoE(Fp8Module):
             or dtype, or an axis `tensor` splits the layer; or if a layer with dropout has `deterministic` twice, or not
             at all.
         """
-        check_layer(self, x, ("hidden_features", "num_experts", "experts_per_token"))
+        check_layer(self, x, ("hidden_features", "num_experts"))
         if lengths is not None:
             check_padding(layer_name(self), None, lengths, x.shape[:-1])
         _check_fields(self)
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(**shared_fields(self, NormVariables), name="norm")(features)
-        kernel, record = _Router(self.kernel_init, self.logical_axes, name="router")(features, self.num_experts)
+        router = RouterVariables(self.kernel_init, self.logical_axes, self.router_correction_bias, name="router")
+        router = router(features, self.num_experts)
         names = ("gate", "up") if is_gated(self.activation) else ("up",)
         up = self._declare(names, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))
         down_init = self.down_init or self.kernel_init
@@ -135,8 +155,8 @@ class LayerNormMoE(Fp8Module):
         tokens = as_matrix(x.astype(self.dtype))
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
         mask = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
-        routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights, mask)
-        record.measure(EXPERT_SHARES, routing.fractions)
+        routing = route(normalized, router.kernel, RouterRule.from_fields(vars(self)), router.bias, mask)
+        router.record.measure(EXPERT_SHARES, routing.fractions)
         self._sow(routing)
         expert_rows = sort_tokens(routing.experts, self.num_experts)
         rows, amaxes = expert_mlp(
@@ -152,11 +172,15 @@ class LayerNormMoE(Fp8Module):
         if amaxes is not None:
             up.stage(amaxes[0])
             down.stage(amaxes[1])
+        drops_some = drops(self, deterministic)
         residual = tokens if self.residual else None
-        if drops(self, deterministic):
-            branch = combine_rows(rows, routing.weights, expert_rows, None)
-            return drop(self, branch, self.dropout_rate, residual).reshape(x.shape)
-        return combine_rows(rows, routing.weights, expert_rows, residual).reshape(x.shape)
+        added = None if drops_some else residual
+        if self.shared_expert_features:
+            shared_expert = SharedExpert(**shared_fields(self, SharedExpert), name="shared")
+            added = shared_expert(tokens, norm, normalized, residual=added is not None)
+        y = combine_rows(rows, routing.weights, expert_rows, added)
+        y = drop(self, y, self.dropout_rate, residual) if drops_some else y
+        return y.reshape(x.shape)
 
     def _declare(
         self, names: tuple[str, ...], in_features: int, features: int, init: Initializer, axes: tuple[str, ...]
@@ -195,21 +219,6 @@ def apply_with_losses(
     return out, sum(jnp.sum(loss) for loss in jax.tree.leaves(sown))
 
 
-class _Router(nn.Module):
-    """The kernel f32 (in, experts) of a router, and the record that takes its measurements."""
-
-    kernel_init: Initializer
-    logical_axes: bool
-
-    @nn.compact
-    def __call__(self, features: int, experts: int) -> tuple[jax.Array, Record]:
-        declare_sharding((*self.path, "kernel"), ParamSharding())
-        init = named(self.kernel_init, ("embed", "expert"), self.logical_axes)
-        kernel = self.param("kernel", init, (features, experts), jnp.float32)
-        recorder = self.get_variable("fp8", RECORDER)
-        return kernel, Record() if recorder is None else recorder.record
-
-
 class _Experts(nn.Module):
     """The kernels (experts, in, out) of one layer of all experts, each initialized by itself."""
 
@@ -235,10 +244,11 @@ def _check_fields(module: LayerNormMoE) -> None:
     layer = layer_name(module)
     for name in ("router_aux_loss", "router_z_loss"):
         check_number(f"{layer}: {name}", getattr(module, name), "that is not negative", lambda weight: weight >= 0)
-    if module.experts_per_token > module.num_experts:
+    RouterRule.from_fields(vars(module)).check(module.num_experts, f"{layer}: ")
+    check_integer(f"{layer}: shared_expert_features", module.shared_expert_features, least=0)
+    if module.gate_shared_expert and not module.shared_expert_features:
         raise ValueError(
-            f"{layer}: experts_per_token must be at most num_experts, got {module.experts_per_token} of "
-            f"{module.num_experts}; change one of them"
+            f"{layer}: gate_shared_expert is for a shared expert, got shared_expert_features=0; give it a size"
         )
     if module.lora is not None and any(map(module.lora.is_for, ("gate", "up", "down"))):
         raise ValueError(

@@ -1,6 +1,7 @@
 """The router of a mixture of experts: the experts of each token, their weights, and losses that balance their use.
 
-    x ─router─→ logits ─softmax→ probabilities ─top k→ experts of a token, and their weights
+    x ─router─→ logits ─softmax or sigmoid→ scores ─top k of scores + bias→ experts of a token
+                                               └── of these experts ──────→ their weights
 
 All of this is float32: the arrays are small, and near a tie a rounding could send a token to another expert. On a tie
 `lax.top_k` takes the expert with the lower number.
@@ -8,29 +9,108 @@ All of this is float32: the arrays are small, and near a tie a rounding could se
 Two losses may be added to the training loss. The load-balancing loss (Switch Transformer,
 https://arxiv.org/abs/2101.03961, equation 4, here for k choices) is
 
-    experts · Σ_e f_e p_e      f_e: share of tokens and choices that go to e; p_e: mean probability of e
+    experts · Σ_e f_e p_e      f_e: share of tokens and choices that go to e; p_e: mean share of e in the scores
 
 It is 1 where all experts are used evenly, and `experts` where only one is used. Its gradient flows through p_e. The
 z-loss (ST-MoE, https://arxiv.org/abs/2202.08906, equation 5) is the mean of logsumexp(logits)², and keeps logits small.
 In a step on shards f_e is the share over all devices, so that the mean of the devices' losses is the loss of all
 tokens.
 
+A correction bias balances without a loss (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). It is added to
+the scores where experts are chosen, and to no weight. No loss has a gradient for it. In its place the backward returns
+how far f_e is above its mean, times 2⁻²⁰: such gradients add up over microbatches and devices as all others do, only
+their sign counts (`balance_experts`), and next to other gradients they vanish in a global norm.
+
 Padding goes to no expert: its choices are `experts`, one past the last, its weights are 0, and means leave it out.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8.core.checks import check_integer, check_number
 from jax_fp8.core.shards import parts_of_batch, sum_over_batch
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.explicit import einsum
-from jax_fp8.kernels.vma import match_vma
+from jax_fp8.kernels.vma import match_vma, vary, varying_axes
 from jax_fp8.ops.parameters import ParamInfo
 
 ROUTER_SCOPE = "jax_fp8_router"
 EXPERT_SHARES = "expert_shares"  # the measurement f32[experts]: the share of all tokens that each expert gets
+SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+LEAST_TOTAL = 1e-18  # added to a sum of weights, as DeepSeek adds 1e-20, whose square float32 does not have
+LOAD_GRADIENT = 2.0**-20
+FIELDS = {
+    "choices": "experts_per_token",
+    "scores": "router_scores",
+    "normalize_weights": "normalize_router_weights",
+    "scale": "router_scale",
+    "groups": "expert_groups",
+    "groups_per_token": "groups_per_token",
+    "group_score_experts": "group_score_experts",
+}  # of a `RouterRule`, and what layers and configs call them
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How experts are chosen and weighted.
+
+    Args:
+      choices: experts of a token.
+      scores: "softmax" over all experts, or "sigmoid" of each.
+      normalize_weights: divide the weights of a token by their sum; else they are the scores.
+      scale: by which the weights are multiplied at last.
+      groups: the experts are so many groups of neighbours; a token chooses groups first, then experts in these.
+      groups_per_token: how many groups it chooses.
+      group_score_experts: the score of a group is the sum of the scores of so many of its best experts.
+    """
+
+    choices: int
+    scores: str = "softmax"
+    normalize_weights: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    group_score_experts: int = 2
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, PyTree]) -> "RouterRule":
+        """The rule of these fields of a layer or a config, by their names there."""
+        return cls(**{own: fields[name] for own, name in FIELDS.items()})
+
+    def check(self, experts: int, prefix: str = "") -> None:
+        """Raise unless a router with so many experts can follow this rule. `prefix` begins the names of fields."""
+        check_integer(f"{prefix}experts_per_token", self.choices)
+        if self.choices > experts:
+            raise ValueError(
+                f"{prefix}experts_per_token must be at most num_experts, got {self.choices} of {experts}; change one "
+                "of them"
+            )
+        if self.scores not in SCORES:
+            raise ValueError(f'{prefix}router_scores must be "softmax" or "sigmoid", got {self.scores!r}')
+        check_number(f"{prefix}router_scale", self.scale, "above 0", lambda scale: scale > 0)
+        check_integer(f"{prefix}expert_groups", self.groups)
+        if experts % self.groups:
+            raise ValueError(
+                f"{prefix}expert_groups must divide num_experts, got {self.groups} groups of {experts} experts; change "
+                "one of them"
+            )
+        size = experts // self.groups
+        check_integer(f"{prefix}groups_per_token", self.groups_per_token, most=self.groups)
+        check_integer(f"{prefix}group_score_experts", self.group_score_experts)
+        if self.groups > 1 and self.group_score_experts > size:
+            raise ValueError(
+                f"{prefix}group_score_experts must be at most the {size} experts of a group, got "
+                f"{self.group_score_experts}; change it or expert_groups"
+            )
+        if self.choices > self.groups_per_token * size:
+            raise ValueError(
+                f"{prefix}experts_per_token must be at most {self.groups_per_token * size}, the experts of "
+                f"groups_per_token={self.groups_per_token} groups, got {self.choices}; change one of them"
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -55,37 +135,74 @@ class Routing:
 def route(
     x: jax.Array,
     kernel: jax.Array,
-    choices: int,
-    normalize_weights: bool = True,
+    rule: RouterRule,
+    bias: jax.Array | None = None,
     is_token: jax.Array | None = None,
 ) -> Routing:
-    """Send tokens `x` (tokens, features) to `choices` experts each, by a kernel f32[features, experts].
+    """Send tokens `x` (tokens, features) to experts, by a kernel f32[features, experts].
 
     Args:
-      normalize_weights: divide the weights of a token by their sum, as Mixtral does; else they are the probabilities.
+      bias: f32[experts], added to the scores where experts are chosen; None adds nothing.
       is_token: bool[tokens], False for padding; None: no padding.
     """
     experts = kernel.shape[1]
-    if not 1 <= choices <= experts:
-        raise ValueError(
-            f"choices must be from 1 to {experts}, the number of experts, got {choices}; change one of both"
-        )
-    logits = _logits(*match_vma(x, kernel.astype(jnp.float32)))
-    probabilities = jax.nn.softmax(logits)
-    _, chosen = lax.top_k(lax.stop_gradient(probabilities), choices)
+    rule.check(experts)
+    logits = router_logits(*match_vma(x, kernel.astype(jnp.float32)))
+    scores = SCORES[rule.scores](logits)
+    chosen = _choose(lax.stop_gradient(scores), None if bias is None else lax.stop_gradient(bias), rule)
     # A mask in place of a gather, because the gradient of a gather is a scatter.
     is_chosen = chosen[:, :, None] == jnp.arange(experts, dtype=chosen.dtype)[None, None]
     if is_token is not None:
         chosen = jnp.where(is_token[:, None], chosen, experts)
         is_chosen &= is_token[:, None, None]
-    weights = jnp.sum(jnp.where(is_chosen, probabilities[:, None, :], 0), axis=-1)
-    if normalize_weights:
-        total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = jnp.sum(jnp.where(is_chosen, scores[:, None, :], 0), axis=-1)
+    if rule.normalize_weights:
+        total = jnp.sum(weights, axis=-1, keepdims=True) + LEAST_TOTAL
         weights = weights / (total if is_token is None else jnp.where(is_token[:, None], total, 1))
-    fractions = sum_over_batch(_mean(is_chosen, is_token) / choices) / parts_of_batch()
-    balance_loss = experts * jnp.sum(fractions * _mean(probabilities, is_token))
+    if rule.scale != 1:
+        weights = weights * rule.scale
+    fractions = sum_over_batch(_mean(is_chosen, is_token) / rule.choices) / parts_of_batch()
+    if bias is not None:
+        weights = _with_load(weights, bias, fractions - jnp.mean(fractions))
+    shares = scores
+    if rule.scores == "sigmoid":
+        shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + LEAST_TOTAL)
+    balance_loss = experts * jnp.sum(fractions * _mean(shares, is_token))
     z_loss = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), is_token)
     return Routing(chosen, weights, fractions, balance_loss, z_loss)
+
+
+def _choose(scores: jax.Array, bias: jax.Array | None, rule: RouterRule) -> jax.Array:
+    """i32[tokens, choices]: the experts with the highest scores, in the groups with the highest scores."""
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    if rule.groups_per_token < rule.groups:
+        tokens, experts = scores.shape
+        of_groups = scores.reshape(tokens, rule.groups, experts // rule.groups)
+        group_scores = jnp.sum(lax.top_k(of_groups, rule.group_score_experts)[0], axis=-1)
+        _, groups = lax.top_k(group_scores, rule.groups_per_token)
+        is_open = jnp.any(groups[:, :, None] == jnp.arange(rule.groups, dtype=groups.dtype)[None, None], axis=1)
+        scores = jnp.where(is_open[:, :, None], of_groups, -jnp.inf).reshape(tokens, experts)
+    return lax.top_k(scores, rule.choices)[1]
+
+
+@jax.custom_vjp
+def _with_load(weights: jax.Array, bias: jax.Array, excess: jax.Array) -> jax.Array:
+    """`weights`; the backward gives the bias f32[experts] the load `excess` f32[experts] for its gradient."""
+    return weights
+
+
+def _with_load_forward(weights: jax.Array, bias: jax.Array, excess: jax.Array):
+    load = (excess * LOAD_GRADIENT).astype(bias.dtype)
+    return weights, (vary(load, varying_axes(bias)), ParamInfo.from_arrays(bias))
+
+
+def _with_load_backward(kept: tuple[jax.Array, ParamInfo], dweights: jax.Array):
+    load, like = kept
+    return dweights, like.place(load), None
+
+
+_with_load.defvjp(_with_load_forward, _with_load_backward)
 
 
 def _mean(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
@@ -102,23 +219,23 @@ def _mean(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
 
 
 @jax.custom_vjp
-def _logits(
+def router_logits(
     x: jax.Array, kernel: jax.Array
 ) -> jax.Array:  # (tokens, features), f32[features, experts] -> f32[tokens, experts]
     return _product("t h, h e -> t e", x, kernel)
 
 
-def _logits_forward(x: jax.Array, kernel: jax.Array):
-    return _logits(x, kernel), (x, kernel)  # x in its own dtype: float32 would have twice the bytes
+def _router_logits_forward(x: jax.Array, kernel: jax.Array):
+    return router_logits(x, kernel), (x, kernel)  # x in its own dtype: float32 would have twice the bytes
 
 
-def _logits_backward(kept: tuple[jax.Array, jax.Array], dlogits: jax.Array):
+def _router_logits_backward(kept: tuple[jax.Array, jax.Array], dlogits: jax.Array):
     x, kernel = kept
     dx, dkernel = _product("t e, h e -> t h", dlogits, kernel), _product("t h, t e -> h e", x, dlogits)
     return ParamInfo.from_arrays(x).place(dx.astype(x.dtype)), ParamInfo.from_arrays(kernel).place(dkernel)
 
 
-_logits.defvjp(_logits_forward, _logits_backward)
+router_logits.defvjp(_router_logits_forward, _router_logits_backward)
 
 
 def _product(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -3,16 +3,15 @@
 import operator
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jax_fp8.core.fp8_array import is_fp8
 from jax_fp8.core.paths import map_with_names
 from jax_fp8.core.types import PyTree
-from jax_fp8.optim.updates import NewParam, was_applied
+from jax_fp8.optim.parts import update_part
+from jax_fp8.optim.updates import InPlace
 
 Rule = str | Callable[[str], bool]
 
@@ -71,19 +70,10 @@ def freeze(
     inner = optax.masked(optax.with_extra_args_support(tx), is_trained)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, in_place: Any = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, *, in_place: InPlace | None = None, **extra: PyTree
     ) -> tuple[PyTree, PyTree]:
         mask = is_trained(updates if params is None else params)
-        own = extra if in_place is None else {**extra, "in_place": in_place}
-        updates, state = inner.update(updates, state, params, **own)
-        applied = was_applied(updates)
-
-        def unchanged(is_trained: bool, update: PyTree, param: PyTree) -> PyTree:
-            if is_trained:
-                return update
-            return jax.tree.map(jnp.zeros_like, update) if in_place is None else NewParam(param, applied=applied)
-
-        return jax.tree.map(unchanged, mask, updates, updates if params is None else params), state
+        return update_part(inner, mask, None, updates, state, params, in_place=in_place, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 

@@ -8,7 +8,6 @@ somebody loaded, replaced or edited is no longer its rounded master; then it bec
 in 16 or 8 bits, and params in FP8. In place, as `make_train_step` calls it, one kernel launch updates many params.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -18,7 +17,6 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_fp8.core.checks import check_flags
-from jax_fp8.core.fp8_array import is_fp8
 from jax_fp8.core.types import PyTree, TreeDef
 from jax_fp8.core.unpicklable import UnpicklableFunction
 from jax_fp8.kernels.adam import adam
@@ -28,9 +26,11 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.optim.adam_state import FusedAdamState, Param, Storage, initial_masters, with_own_master
 from jax_fp8.optim.hyperparameters import (
+    ScalarOrSchedule,
     check_hyperparameters,
     check_scalars,
     check_update,
+    checked_params,
     checked_tree,
     decay_mask,
 )
@@ -50,7 +50,6 @@ FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` tak
 CANNOT_BE_PICKLED = (
     "an optimizer cannot be pickled, for it is made of functions; pickle its state, and call fused_adam again"
 )
-ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], ArrayLike]  # optax.Schedule, among others
 
 
 def fused_adam(
@@ -209,7 +208,7 @@ class _FusedAdam:
     master: PyTree
 
     def init(self, params: PyTree) -> FusedAdamState:
-        tree = jax.tree.structure(params, is_leaf=is_fp8)
+        tree = checked_params(params)
         masters = initial_masters(self.master, params, tree)
         states = [self.storage.init(*row) for row in zip(tree.flatten_up_to(params), masters, strict=True)]
         return FusedAdamState.from_param_states(jnp.zeros((), jnp.int32), tree, states)

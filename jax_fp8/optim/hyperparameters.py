@@ -5,18 +5,21 @@ and NumPy numbers, but only the shapes of jax arrays.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_fp8.core.checks import check_number, describe, flatten_like, structure_error
 from jax_fp8.core.fp8_array import is_fp8
+from jax_fp8.core.paths import CORRECTION_BIAS, names_of
 from jax_fp8.core.types import PyTree, TreeDef
 from jax_fp8.optim.adam_state import FusedAdamState
 from jax_fp8.optim.updates import InPlace
 
+ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], ArrayLike]  # optax.Schedule, among others
 GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
 
 
@@ -37,7 +40,18 @@ def check_hyperparameters(
         _check("max_grad_norm", max_grad_norm, "above 0", 0, above=True, remedy="None clips nothing")
 
 
-def check_update(state: object, in_place: object, grad_scale: jax.typing.ArrayLike | None) -> None:
+def checked_params(params: PyTree) -> TreeDef:
+    """The structure of params that Adam can train."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8):
+        if names_of(path)[-1:] == (CORRECTION_BIAS,):
+            raise ValueError(
+                f"fused_adam must not train the correction bias of a router, which has no gradient, got "
+                f"{'/'.join(map(str, names_of(path)))}; wrap the optimizer, as in balance_experts(fused_adamw(1e-3))"
+            )
+    return jax.tree.structure(params, is_leaf=is_fp8)
+
+
+def check_update(state: object, in_place: object, grad_scale: ArrayLike | None) -> None:
     """Raise unless these are arguments for `update` of `fused_adam`."""
     if not isinstance(state, FusedAdamState):
         raise ValueError(
@@ -85,7 +99,7 @@ def decay_mask(mask: PyTree, params: PyTree, tree: TreeDef) -> list:
     return decays
 
 
-def check_scalars(numbers: Mapping[str, jax.typing.ArrayLike]) -> None:
+def check_scalars(numbers: Mapping[str, ArrayLike]) -> None:
     """Raise where a number of a step is an array of several, as a schedule may return."""
     for name, number in numbers.items():
         if jnp.shape(number) != ():

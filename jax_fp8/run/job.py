@@ -118,7 +118,7 @@ def make_step(job: Job, recipe: str) -> tuple[GPT, TrainStep]:
     settings, model = job.settings, make_model(job.settings, job.model, recipe)
     step = make_train_step(
         next_token_loss(model),
-        make_optimizer(settings),
+        make_optimizer(settings, job.model),
         model.recipe,
         microbatches=settings.microbatches,
         compiler_options=compiler_options(recipe),

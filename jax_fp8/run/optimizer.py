@@ -4,19 +4,24 @@ warmup ↗ peak ─ linear, cosine ↘ final, constant →, or warmup-stable-dec
 """
 
 import math
+import re
 
 import optax
 
 from jax_fp8.core.lora import LORA_A, LORA_B
+from jax_fp8.core.paths import CORRECTION_BIAS
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.optim.balance import balance_experts
 from jax_fp8.optim.freeze import freeze
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.run.settings import Settings
 
 
-def make_optimizer(settings: Settings) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(settings: Settings, model: GPTConfig) -> optax.GradientTransformationExtraArgs:
     """The optimizer that the settings describe; `fused_adamw` raises a ValueError for numbers that Adam cannot have.
 
-    It sees the params alone that are trained: with --lora the adapters, with --freeze what its rule leaves.
+    It sees the params alone that are trained: with --lora the adapters, with --freeze what its rule leaves. Correction
+    biases of routers follow the load of experts.
     """
     adam = fused_adamw(
         learning_rate_schedule(settings),
@@ -31,7 +36,16 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformationExtraArgs:
     )
     if settings.lora:
         return freeze(adam, trained=f"/({LORA_A}|{LORA_B})$")
-    return freeze(adam, settings.freeze) if settings.freeze else adam
+    tx = balance_experts(adam) if _trains_correction_biases(settings, model) else adam
+    return freeze(tx, settings.freeze) if settings.freeze else tx
+
+
+def _trains_correction_biases(settings: Settings, model: GPTConfig) -> bool:
+    if not model.router_correction_bias:
+        return False
+    routers = [i for i in range(model.num_layers) if model.layer_fields(i)["num_experts"]]
+    paths = [f"layer_{index}/mlp/router/{CORRECTION_BIAS}" for index in routers]
+    return not all(settings.freeze and re.search(settings.freeze, path) for path in paths)
 
 
 def learning_rate_schedule(settings: Settings) -> optax.Schedule:

@@ -35,20 +35,22 @@ CONFIGS = {**PRESETS, "tiny, as Llama": fp8.GPTConfig.preset("tiny", mlp_hidden_
 
 
 def shapes_of(config) -> dict:
-    """Path → shape of what `init` makes, of a model with a few layers; every one is the first again."""
+    """Path → shape of what `init` makes, of a model with a few layers; every one is the first of its kind again."""
     model = fp8.GPT(dataclasses.replace(config, num_layers=LAYERS), recipe=fp8.DelayedScaling(amax_history_len=16))
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
         collection, *names = names_of(path)
         found["/".join([collection, *names])] = " x ".join(map(str, leaf.shape))
-    layers = [
-        {path.replace(f"layer_{i}/", "layer_*/"): shape for path, shape in found.items() if f"/layer_{i}/" in path}
-        for i in range(LAYERS)
-    ]
-    assert all(layer == layers[0] for layer in layers)
+    layers: dict[str, dict] = {}
+    for i in range(LAYERS):
+        kind = "layer_dense" if i in config.dense_layers else "layer_*"
+        own = {
+            path.replace(f"layer_{i}/", f"{kind}/"): shape for path, shape in found.items() if f"/layer_{i}/" in path
+        }
+        assert layers.setdefault(kind, own) == own
     others = {path: shape for path, shape in found.items() if "/layer_" not in path}
-    return {"layers": config.num_layers, **others, **layers[0]}
+    return {"layers": config.num_layers, **others, **layers.get("layer_dense", {}), **layers["layer_*"]}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

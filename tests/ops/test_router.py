@@ -1,5 +1,7 @@
 """Routing against NumPy in float64: who goes where, how much it counts, and the losses beside it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,18 @@ import pytest
 from experts import balance_loss, chosen_experts, dense_weights, softmax
 from reference import assert_close
 
-from jax_fp8.ops.router import route as route_eagerly
+from jax_fp8.ops.router import LOAD_GRADIENT, RouterRule
+from jax_fp8.ops.router import route as route_by_rule
 
-route = jax.jit(route_eagerly, static_argnums=(2, 3))
 TOKENS, FEATURES, EXPERTS = 96, 32, 6
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def route(x, kernel, choices, normalize=True, is_token=None):
+    return route_by_rule(x, kernel, RouterRule(choices, normalize_weights=normalize), is_token=is_token)
+
+
+routed = jax.jit(route_by_rule, static_argnums=2)
 
 
 def inputs(seed=0):
@@ -105,10 +115,117 @@ def test_near_ties_are_decided_in_float32():
     assert (np.asarray(in_bfloat16) == 0).all()
 
 
-def test_refusals():
-    x, kernel, _ = inputs()
-    for choices in (0, EXPERTS + 1):
-        with pytest.raises(
-            ValueError, match=f"choices must be from 1 to {EXPERTS}, the number of experts, got {choices}"
-        ):
-            route(x, kernel, choices)
+# ---- sigmoid, groups, a bias -----------------------------------------------------------------------------------------
+
+MANY = 12  # experts
+RULES = {
+    "sigmoid": {"scores": "sigmoid"},
+    "scores as they are, scaled": {"scores": "sigmoid", "normalize": False, "scale": 2.5},
+    "bias": {"scores": "sigmoid", "bias": True},
+    "bias of softmax": {"bias": True, "normalize": False},
+    "groups": {"groups": 4, "groups_per_token": 2},
+    "groups by their best expert": {"groups": 4, "groups_per_token": 2, "group_score_experts": 1},
+    "all of it": {"scores": "sigmoid", "bias": True, "groups": 3, "groups_per_token": 2, "scale": 2.5},
+}
+
+
+def inputs_of(name):
+    """Of a rule: tokens, kernel and bias, logits in float64, the rule, and its fields for the reference."""
+    x, kernel, logits = inputs_of_many(7)
+    fields = dict(RULES[name])
+    bias = np.random.default_rng(3).normal(size=MANY).astype(np.float32) * 0.3 if fields.pop("bias", False) else None
+    ours = {{"normalize": "normalize_weights"}.get(field, field): value for field, value in fields.items()}
+    reference = fields | ({} if bias is None else {"bias": bias.astype(np.float64)})
+    return x, kernel, bias, logits, RouterRule(4, **ours), reference
+
+
+def inputs_of_many(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(TOKENS, FEATURES)).astype(jnp.bfloat16)
+    kernel = (rng.normal(size=(FEATURES, MANY)) / 4).astype(np.float32)
+    return x, kernel, np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+
+
+def dense(routing, experts=MANY):
+    weights = np.zeros((len(routing.experts), experts))
+    np.put_along_axis(weights, np.asarray(routing.experts), np.asarray(routing.weights, np.float64), axis=1)
+    return weights
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_against_numpy(name):
+    x, kernel, bias, logits, rule, reference = inputs_of(name)
+    routing = routed(x, kernel, rule, bias)
+    without = {field: value for field, value in reference.items() if field not in ("normalize", "scale")}
+    np.testing.assert_array_equal(routing.experts, chosen_experts(logits, 4, **without))
+    assert_close(dense(routing), dense_weights(logits, 4, **reference), "float32")
+    assert_close(routing.balance_loss, balance_loss(logits, 4, **without), "float32")
+    plain = chosen_experts(logits, 4)
+    if name in ("sigmoid", "scores as they are, scaled"):  # which has the order of the logits, too
+        np.testing.assert_array_equal(routing.experts, plain)
+        assert not np.allclose(dense(routing), dense_weights(logits, 4), rtol=0.05)
+    else:
+        assert np.mean(np.any(np.asarray(routing.experts) != plain, axis=1)) > 0.2
+    if name.startswith("groups"):
+        other = without | {"group_score_experts": 3 - without.get("group_score_experts", 2)}
+        assert np.any(chosen_experts(logits, 4, **other) != np.asarray(routing.experts))
+
+
+def test_a_bias_gets_the_load_for_its_gradient_and_takes_part_in_no_weight():
+    x, kernel, bias, _, rule, _ = inputs_of("all of it")
+
+    def loss(kernel, bias, x):
+        return jnp.sum(routed(x, kernel, rule, bias).weights ** 2)
+
+    dkernel, load = jax.jit(jax.grad(loss, argnums=(0, 1)))(kernel, bias, x)
+    fractions = np.asarray(routed(x, kernel, rule, bias).fractions)
+    assert_close(load, (fractions - 1 / MANY) * LOAD_GRADIENT, "float32")
+    assert np.ptp(fractions) > 0.02  # or the bound were one for zeros
+    chosen = routed(x, kernel, rule, bias).experts
+
+    def of_weights(kernel):  # the same experts, chosen without a bias
+        scores = jax.nn.sigmoid(jnp.asarray(x, jnp.float32) @ kernel)
+        own = jnp.take_along_axis(scores, chosen, axis=1)
+        return jnp.sum((rule.scale * own / jnp.sum(own, axis=1, keepdims=True)) ** 2)
+
+    with jax.default_matmul_precision("highest"):
+        assert_close(dkernel, jax.jit(jax.grad(of_weights))(kernel), "float32")
+
+
+def test_the_load_is_a_mean_over_microbatches_and_leaves_padding_out():
+    x, kernel, bias, _, rule, _ = inputs_of("bias")
+    loads = jax.jit(jax.grad(lambda bias, x, is_token: jnp.sum(routed(x, kernel, rule, bias, is_token).weights)))
+    everything = np.ones(TOKENS, bool)
+    halves = [loads(bias, half, everything[:48]) for half in (x[:48], x[48:])]
+    assert_close(sum(halves) / 2, loads(bias, x, everything), "float32")
+    padded = loads(bias, x, np.arange(TOKENS) < 48)
+    assert_close(padded, halves[0], "float32")
+    assert not np.allclose(padded, loads(bias, x, everything), rtol=0.05)
+    assert not np.asarray(loads(bias, x, ~everything)).any()
+
+
+def test_scores_that_vanish_are_no_nan():
+    """Sigmoids of large negative logits are 0, and so is their sum."""
+    x, kernel = np.ones((4, FEATURES), jnp.bfloat16), np.full((FEATURES, 4), -100, np.float32)
+    rule = RouterRule(2, scores="sigmoid")
+    found = jax.jit(jax.value_and_grad(lambda kernel: jnp.sum(routed(x, kernel, rule).weights)))(kernel)
+    assert float(found[0]) == 0 and np.isfinite(np.asarray(found[1])).all()
+
+
+@pytest.mark.parametrize(
+    ("sentence", "fields"),
+    [
+        ("experts_per_token must be at most num_experts, got 13 of 12", {"choices": 13}),
+        ("experts_per_token must be an integer of at least 1, got 0", {"choices": 0}),
+        ('router_scores must be "softmax" or "sigmoid", got \'tanh\'', {"scores": "tanh"}),
+        ("router_scale must be a finite number above 0, got 0", {"scale": 0}),
+        ("expert_groups must divide num_experts, got 5 groups of 12 experts", {"groups": 5}),
+        ("groups_per_token must be an integer from 1 to 3, got 4", {"groups": 3, "groups_per_token": 4}),
+        ("at most the 2 experts of a group, got 3", {"groups": 6, "groups_per_token": 2, "group_score_experts": 3}),
+        ("at most 4, the experts of groups_per_token=1 groups, got 5", {"groups": 3, "choices": 5}),
+    ],
+)
+def test_refusals(sentence, fields):
+    x, kernel, _ = inputs_of_many(0)
+    with pytest.raises(ValueError, match=sentence):
+        routed(x, kernel, RouterRule(**{"choices": 2} | fields))

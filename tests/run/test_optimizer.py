@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from jax_fp8.models.config import GPTConfig
 from jax_fp8.run.optimizer import learning_rate_schedule, make_optimizer
 from jax_fp8.run.settings import Settings
 from jax_fp8.state.train_state import TrainState
@@ -54,6 +55,7 @@ def test_it_may_fall_at_the_end_only(decay_steps, count):
 
 
 OPTIONS = {"b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": 0.3, "max_grad_norm": 0.5}
+TINY = GPTConfig.preset("tiny")
 SETTINGS = Settings(steps=8, learning_rate=0.1, warmup_steps=2, **OPTIONS)
 
 
@@ -75,10 +77,10 @@ def test_it_is_optax_with_clipping(max_grad_norm):
     settings = dataclasses.replace(SETTINGS, max_grad_norm=max_grad_norm)
     adamw = optax.adamw(learning_rate_schedule(settings), b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3)
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
-    found = trained(make_optimizer(settings))
+    found = trained(make_optimizer(settings, TINY))
     np.testing.assert_allclose(found, trained(optax.chain(clip, adamw)), rtol=2e-5, atol=1e-6)
     for option, value in (("b1", 0.7), ("b2", 0.8), ("eps", 0.1), ("weight_decay", 0.0)):  # negative control
-        other = trained(make_optimizer(dataclasses.replace(settings, **{option: value})))
+        other = trained(make_optimizer(dataclasses.replace(settings, **{option: value}), TINY))
         assert np.abs(other - found).max() > 1e-3, option
 
 
@@ -86,7 +88,7 @@ def test_gradients_that_are_clipped_weigh_less_against_epsilon():
     """Adam hardly sees their size otherwise: a negative control for the clipping above."""
     large = {"eps": 0.1, "weight_decay": 0.0}
     clipped, free = (
-        trained(make_optimizer(dataclasses.replace(SETTINGS, max_grad_norm=norm, **large))) for norm in (0.5, 0.0)
+        trained(make_optimizer(dataclasses.replace(SETTINGS, max_grad_norm=norm, **large), TINY)) for norm in (0.5, 0.0)
     )
     assert np.abs(clipped - free).max() > 1e-2
 
@@ -94,6 +96,24 @@ def test_gradients_that_are_clipped_weigh_less_against_epsilon():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_moments_are_kept_in_few_bits(dtype):
     params = {"kernel": jnp.ones((16, 16))}
-    state = make_optimizer(Settings(mu_dtype=dtype, nu_dtype="bfloat16")).init(params)
+    state = make_optimizer(Settings(mu_dtype=dtype, nu_dtype="bfloat16"), TINY).init(params)
     dtypes = [leaf.dtype.name for leaf in jax.tree.leaves((state.mu, state.nu)) if leaf.ndim == 2]
     assert dtypes == [dtype, "bfloat16"]
+
+
+def test_correction_biases_follow_the_load_unless_they_are_frozen():
+    model = GPTConfig.preset("tiny-moe", num_layers=2, router_correction_bias=True, dense_layers=(0,))
+    bias = {"layer_1": {"mlp": {"router": {"correction_bias": jnp.zeros(4)}}}, "kernel": jnp.ones((4, 4))}
+    load = jax.tree.map(lambda param: 1e-7 * jnp.arange(-2.0, 2).astype(param.dtype) + 0 * param, bias)
+
+    def moved(settings, model=model):
+        tx = make_optimizer(settings, model)
+        updates, _ = tx.update(load, tx.init(bias), bias)
+        return np.asarray(updates["layer_1"]["mlp"]["router"]["correction_bias"])
+
+    np.testing.assert_allclose(moved(SETTINGS), [1e-3, 1e-3, 0, -1e-3])
+    np.testing.assert_allclose(moved(dataclasses.replace(SETTINGS, freeze="kernel")), [1e-3, 1e-3, 0, -1e-3])
+    assert not moved(dataclasses.replace(SETTINGS, freeze="router/")).any()
+    assert not moved(dataclasses.replace(SETTINGS, freeze="layer_1/mlp")).any()
+    with pytest.raises(ValueError, match="must not train the correction bias"):
+        moved(SETTINGS, TINY)

@@ -199,7 +199,7 @@ def test_shapes_that_no_family_has(fields):
 
 
 def test_a_preset_that_no_family_has():
-    with pytest.raises(ValueError, match="must be like one of .* the nearest, needs .*shared_expert_features=0"):
+    with pytest.raises(ValueError, match=r"must be like one of .* the nearest, needs .*shared_expert_features=0"):
         family_of(PRESETS[WITHOUT_FAMILY])
 
 

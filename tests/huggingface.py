@@ -2,7 +2,8 @@
 
 Written from the published equations, with the names and layouts of the files of these families: Llama
 (https://arxiv.org/abs/2407.21783), Qwen2.5 (https://arxiv.org/abs/2412.15115), Qwen3
-(https://arxiv.org/abs/2505.09388), Mixtral (https://arxiv.org/abs/2401.04088) and GPT-2.
+(https://arxiv.org/abs/2505.09388), Mixtral (https://arxiv.org/abs/2401.04088), GLM-4.5
+(https://arxiv.org/abs/2508.06471) and GPT-2.
 tests/gpu/transformers_check.py compares with transformers itself.
 """
 
@@ -40,6 +41,17 @@ CASES = {
         "moe_intermediate_size": 32, "intermediate_size": 32, "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
+    "qwen2 with experts": LLAMA | {
+        "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64, "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1, "mlp_only_layers": [0], "qkv_bias": True,
+    },
+    "glm": LLAMA | {
+        "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "n_shared_experts": 2, "routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "norm_topk_prob": True, "partial_rotary_factor": 0.5, "head_dim": 16, "use_qk_norm": True,
+        "attention_bias": True, "num_nextn_predict_layers": 0,
+    },
     "gpt2": {
         "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128,
         "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -51,7 +63,7 @@ def shapes_of(described) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors, by name."""
     if described["model_type"] == "gpt2":
         return _shapes_of_gpt2(described)
-    width, hidden, heads = (described[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    width, heads = (described[name] for name in ("hidden_size", "num_attention_heads"))
     head_dim, is_llama = described.get("head_dim", width // heads), described["model_type"] == "llama"
     queries, keys = (described[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
     found = {"model.embed_tokens.weight": (VOCAB, width), "model.norm.weight": (width,)}
@@ -61,27 +73,60 @@ def shapes_of(described) -> dict[str, tuple[int, ...]]:
         "self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
         "self_attn.o_proj": (width, queries),
     }  # fmt: skip
-    for mlp in mlps_of(described):
-        gate, up, down = (f"{mlp}.{name}" for name in names_in_mlp(described))
-        linear |= {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
-    if experts_of(described):
-        linear[f"{described_mlp(described)}.gate"] = (experts_of(described), width)
-    with_bias = {
-        name for name in linear if described["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj")
-    }
-    with_bias |= set(linear) if is_llama and described["mlp_bias"] else set()
+    with_bias = {name for name in linear if has_qkv_bias(described) and name[-6:] in ("q_proj", "k_proj", "v_proj")}
     for i in range(described["num_hidden_layers"]):
         layer = f"model.layers.{i}."
+        own = linear | _shapes_of_mlps(described, i)
         found |= {f"{layer}{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
-        found |= {f"{layer}{name}.weight": shape for name, shape in linear.items()}
-        found |= {f"{layer}{name}.bias": linear[name][:1] for name in with_bias}
-        if described["model_type"].startswith("qwen3"):
+        found |= {f"{layer}{name}.weight": shape for name, shape in own.items()}
+        biased = set(own) if is_llama and described["mlp_bias"] else with_bias
+        found |= {f"{layer}{name}.bias": own[name][:1] for name in biased}
+        if has_qk_norm(described):
             found |= {f"{layer}self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+        if described["model_type"] == "glm4_moe" and not is_dense(described, i):
+            found[f"{layer}mlp.gate.e_score_correction_bias"] = (experts_of(described),)
     return found
 
 
+def _shapes_of_mlps(described, i) -> dict[str, tuple[int, ...]]:
+    width, hidden, linear = described["hidden_size"], described["intermediate_size"], {}
+    if not is_dense(described, i):
+        hidden = described.get("moe_intermediate_size", hidden)
+        linear[f"{described_mlp(described)}.gate"] = (experts_of(described), width)
+    if described["model_type"] == "qwen2_moe" and not is_dense(described, i):
+        linear["mlp.shared_expert_gate"] = (1, width)
+    for mlp in mlps_of(described, i):
+        own = shared_of(described) if "shared" in mlp else hidden
+        gate, up, down = (f"{mlp}.{name}" for name in names_in_mlp(described))
+        linear |= {gate: (own, width), up: (own, width), down: (width, own)}
+    return linear
+
+
+def has_qkv_bias(described) -> bool:
+    family = described["model_type"]
+    return (
+        family == "qwen2" or described.get("qkv_bias", False) or (family == "glm4_moe" and described["attention_bias"])
+    )
+
+
+def has_qk_norm(described) -> bool:
+    return described["model_type"].startswith("qwen3") or described.get("use_qk_norm", False)
+
+
+def is_dense(described, i) -> bool:
+    """Whether layer `i` has one MLP for all tokens."""
+    first = described.get("first_k_dense_replace", 0)
+    return not experts_of(described) or i < first or i in described.get("mlp_only_layers", ())
+
+
+def shared_of(described) -> int:
+    """The width of the shared expert."""
+    own = described.get("n_shared_experts", 0) * described.get("moe_intermediate_size", 0)
+    return described.get("shared_expert_intermediate_size", own)
+
+
 def experts_of(described) -> int:
-    return described.get("num_experts", described.get("num_local_experts", 0))
+    return described.get("num_experts", described.get("num_local_experts", described.get("n_routed_experts", 0)))
 
 
 def described_mlp(described) -> str:
@@ -89,9 +134,14 @@ def described_mlp(described) -> str:
     return "block_sparse_moe" if described["model_type"] == "mixtral" else "mlp"
 
 
-def mlps_of(described) -> list[str]:
-    name, experts = described_mlp(described), experts_of(described)
-    return [f"{name}.experts.{number}" for number in range(experts)] or [name]
+def mlps_of(described, i) -> list[str]:
+    """The names of the MLPs of layer `i`, the shared one last."""
+    name = described_mlp(described)
+    if is_dense(described, i):
+        return [name]
+    shared = {"qwen2_moe": ["mlp.shared_expert"], "glm4_moe": ["mlp.shared_experts"]}
+    experts = [f"{name}.experts.{number}" for number in range(experts_of(described))]
+    return experts + shared.get(described["model_type"], [])
 
 
 def names_in_mlp(described) -> tuple[str, str, str]:
@@ -117,7 +167,7 @@ def random_tensors(described, dtype="float32", seed=0) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     return {
         name: (random.normal(("norm" in name or "ln_" in name) and name.endswith("weight"), 0.2, shape)).astype(
-            jnp.dtype(dtype)
+            np.float32 if name.endswith("correction_bias") else jnp.dtype(dtype)
         )
         for name, shape in shapes_of(described).items()
     }
@@ -201,38 +251,53 @@ def _llama(described, tensors, tokens, rotate):
 
     heads, epsilon = described["num_attention_heads"], described["rms_norm_eps"]
     head_dim = described.get("head_dim", described["hidden_size"] // heads)
-    angles = np.arange(len(tokens))[:, None] * frequencies(described, head_dim)
+    rotated = int(head_dim * described.get("partial_rotary_factor", 1))
+    angles = np.arange(len(tokens))[:, None] * frequencies(described, rotated)
     angles = np.concatenate([angles, angles], axis=-1)[:, None]  # (seq, 1, head_dim)
     x = tensors["model.embed_tokens.weight"][tokens]
     for i in range(described["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         y = rms_norm(x, tensors[f"{layer}input_layernorm.weight"], epsilon)
         query, key, value = (linear(y, f"{layer}self_attn.{name}_proj").reshape(len(x), -1, head_dim) for name in "qkv")
-        if described["model_type"].startswith("qwen3"):
+        if has_qk_norm(described):
             query = rms_norm(query, tensors[f"{layer}self_attn.q_norm.weight"], epsilon)
             key = rms_norm(key, tensors[f"{layer}self_attn.k_norm.weight"], epsilon)
-        query, key = (part * np.cos(angles) + rotate(part) * np.sin(angles) for part in (query, key))
+        query, key = (
+            np.concatenate([own * np.cos(angles) + rotate(own) * np.sin(angles), part[..., rotated:]], axis=-1)
+            for part in (query, key) for own in (part[..., :rotated],)
+        )  # fmt: skip
         x = x + linear(attend(query, key, value), f"{layer}self_attn.o_proj")
         y = rms_norm(x, tensors[f"{layer}post_attention_layernorm.weight"], epsilon)
-        x = x + _mlps(described, linear, layer, y)
+        x = x + _mlps(described, tensors, linear, i, y)
     x = rms_norm(x, tensors["model.norm.weight"], epsilon)
     return x @ tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).T
 
 
-def _mlps(described, linear, layer, y):
+def _mlps(described, tensors, linear, i, y):
     """The MLP, or for each token the sum of its experts, by their weights."""
     gate, up, down = names_in_mlp(described)
+    layer = f"model.layers.{i}."
 
     def mlp(name):
         gated = linear(y, f"{layer}{name}.{gate}")
         return linear(gated / (1 + np.exp(-gated)) * linear(y, f"{layer}{name}.{up}"), f"{layer}{name}.{down}")
 
-    if not experts_of(described):
-        return mlp("mlp")
+    names = mlps_of(described, i)
+    if is_dense(described, i):
+        return mlp(names[0])
     logits = linear(y, f"{layer}{described_mlp(described)}.gate")
-    normalize = described.get("norm_topk_prob", True)
-    weights = dense_weights(logits, described["num_experts_per_tok"], normalize)
-    return sum(weight[:, None] * mlp(name) for weight, name in zip(weights.T, mlps_of(described), strict=True))
+    rule = {"normalize": described.get("norm_topk_prob", True)}
+    if described["model_type"] == "glm4_moe":
+        rule |= {"scores": "sigmoid", "bias": tensors[f"{layer}mlp.gate.e_score_correction_bias"]}
+        rule |= {"scale": described["routed_scaling_factor"], "groups": described["n_group"]}
+        rule["groups_per_token"] = described["topk_group"]
+    weights = dense_weights(logits, described["num_experts_per_tok"], **rule).T
+    if described["model_type"] == "qwen2_moe":
+        of_shared = 1 / (1 + np.exp(-linear(y, f"{layer}mlp.shared_expert_gate")))
+        weights = np.concatenate([weights, of_shared.T])
+    elif described["model_type"] == "glm4_moe":
+        weights = np.concatenate([weights, np.ones((1, len(y)))])
+    return sum(weight[:, None] * mlp(name) for weight, name in zip(weights, names, strict=True))
 
 
 def _gpt2(described, tensors, tokens, rotate):

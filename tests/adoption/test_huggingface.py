@@ -99,6 +99,12 @@ def swapped(case, name):
     return tensors | {one: tensors[other], other: tensors[one]}
 
 
+def without(case, name):
+    """With zeros in the place of a tensor."""
+    tensors = tensors_of(case)
+    return tensors | {name: np.zeros_like(tensors[name])}
+
+
 # What the equations give with one thing wrong: the case, fields of the config, tensors, how pairs are turned.
 WRONG = {
     "pairs (2i, 2i + 1)": ("llama", {}, None, interleaved),
@@ -111,6 +117,16 @@ WRONG = {
     "one expert a token": ("mixtral", {"num_experts_per_tok": 1}, None, None),
     "experts in another order": ("mixtral", {}, swapped("mixtral", "block_sparse_moe.experts.{}.w1"), None),
     "weights that add up to 1": ("qwen3 with experts", {"norm_topk_prob": True}, None, None),
+    "no scale of the experts": ("glm", {"routed_scaling_factor": 1.0}, None, None),
+    "one group of experts more": ("glm", {"topk_group": 3}, None, None),
+    "no biases of routers": ("glm", {}, without("glm", "model.layers.1.mlp.gate.e_score_correction_bias"), None),
+    "all features rotate": ("glm", {"partial_rotary_factor": 1.0}, None, None),
+    "a shared expert of weight 1 / 2": (
+        "qwen2 with experts",
+        {},
+        without("qwen2 with experts", "model.layers.1.mlp.shared_expert_gate.weight"),
+        None,
+    ),
     "another epsilon of GPT-2": ("gpt2", {"layer_norm_epsilon": 1e-3}, None, None),
 }
 

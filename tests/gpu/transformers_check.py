@@ -45,7 +45,10 @@ WITHOUT_EFFECT = {
     "reorder_and_upcast_attn": "the precision of float16",
     **dict.fromkeys((f"summary_{kind}" for kind in SUMMARY), "a head for classification"),
 }
-OF_FAMILY = {"qwen3_moe": {"intermediate_size": "of layers without experts, which are refused"}}
+OF_FAMILY = {
+    "glm4_moe": {"num_mtp_layers": "of layers that predict further tokens, which are left out"},
+}
+IN_FLOAT32 = (".e_score_correction_bias", ".mlp.gate.weight")
 
 VOCAB, SEQ, NEW, PROMPT = 160, 96, 64, 24
 CLOSE = 2e-5  # of logits in float32, in their standard deviations; from its float64 transformers is up to 1e-5 away
@@ -63,6 +66,15 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positio
 QWEN3_MOE = {
     "rope_parameters": ROPE, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+QWEN2_MOE = {
+    "rope_parameters": ROPE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 80,
+}  # fmt: skip
+GLM = {
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 32, "moe_intermediate_size": 32,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "routed_scaling_factor": 1.7,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 FOUR = SIZES | {"num_hidden_layers": 4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
@@ -120,6 +132,27 @@ CASES = {
         "Qwen3Moe",
         SIZES | QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 20, "attention_bias": True},
     ),
+    "Qwen3-MoE, layers of two kinds": (
+        "Qwen3Moe",
+        FOUR | QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True},
+    ),
+    "Qwen2-MoE": ("Qwen2Moe", SIZES | QWEN2_MOE),
+    "Qwen2-MoE, windows, layers of two kinds": (
+        "Qwen2Moe",
+        FOUR
+        | QWEN2_MOE
+        | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 3, "mlp_only_layers": [0]},
+    ),
+    "Qwen2-MoE, no biases": ("Qwen2Moe", SIZES | QWEN2_MOE | {"qkv_bias": False, "norm_topk_prob": True}),
+    "GLM-4.5": ("Glm4Moe", SIZES | GLM),
+    "GLM-4.5, groups": (
+        "Glm4Moe",
+        FOUR | GLM | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "use_qk_norm": True},
+    ),
+    "GLM-4.5, biases": (
+        "Glm4Moe",
+        SIZES | GLM | {"attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
     "Gemma 2": ("Gemma2", GEMMA | {"rope_parameters": ROPE}),
     "Gemma 2, low caps": (
         "Gemma2",
@@ -163,6 +196,9 @@ def theirs(case: str):
         for name, param in model.named_parameters():
             is_scale = ("norm" in name or "ln_" in name) and not family.startswith("Gemma")
             param.copy_(torch.randn_like(param) * 0.15 + (is_scale and name.endswith("weight")))
+        for name, buffer in model.named_buffers():
+            if name.endswith(IN_FLOAT32[0]):
+                buffer.copy_(torch.randn_like(buffer) * 0.15)
     return model.float().eval()
 
 
@@ -244,6 +280,9 @@ def check_controls(report: Report):
     control("Qwen3", "no norm", lambda config, params: (replace(config, qk_norm=False), params))
     control("Mixtral", "one expert", lambda config, params: (replace(config, experts_per_token=1), params))
     control("Qwen3-MoE", "weights", lambda config, params: (replace(config, normalize_router_weights=True), params))
+    for field, value in (("router_scores", "softmax"), ("router_scale", 1.0), ("rotary_fraction", 1.0)):
+        control("GLM-4.5", field, lambda config, params, own={field: value}: (replace(config, **own), params))
+    control("GLM-4.5, groups", "groups", lambda config, params: (replace(config, groups_per_token=3), params))
     control("Mistral, window", "no window", lambda config, params: (replace(config, sliding_window=None), params))
     control("Qwen2, windows", "all layers", lambda config, params: (replace(config, windowed_layers=None), params))
     control("Gemma 2", "no cap", lambda config, params: (replace(config, attention_logit_cap=None), params))
@@ -309,6 +348,8 @@ def check_back(report: Report):
                 report.expect("back", set(got) == set(wanted), f"{label}: other tensors")
                 for name, tensor in got.items():
                     expected = wanted[name].to(getattr(torch, dtype))
+                    if own == "glm4_moe" and name.endswith(IN_FLOAT32):  # where transformers computes in float32
+                        expected = expected.float()
                     same = tensor.dtype == expected.dtype and tensor.equal(expected)
                     report.expect(f"back, {dtype}: every tensor has its bits", same, f"{label}: {name}")
                 if dtype == "float32":

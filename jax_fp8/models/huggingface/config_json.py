@@ -34,7 +34,17 @@ SIZES = {
     "sliding_window": "sliding_window",
     "num_experts": "the number of experts",
     "experts_per_token": "num_experts_per_tok",
+    "shared_expert_features": "the width of shared experts",
+    "dense_hidden_size": "intermediate_size",
 }
+OF_ROUTERS = (
+    "router_scores",
+    "router_scale",
+    "router_correction_bias",
+    "expert_groups",
+    "groups_per_token",
+    "group_score_experts",
+)
 GPT2_SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "n_layer",
@@ -119,11 +129,7 @@ def _canonical(config: GPTConfig) -> GPTConfig:
         optional["attention_scale"] = None
     if not config.qk_norm:
         optional["qk_norm_over"] = "head"
-    if config.num_experts:
-        # It is multiplied and divided on its way.
-        optional["router_aux_loss"] = float(f"{config.router_aux_loss:.9g}")
-    else:
-        optional |= {"experts_per_token": 2, "normalize_router_weights": True, "router_aux_loss": 0.01}
+    optional |= _canonical_experts(config)
     return replace(
         replace(config, **_canonical_windows(config)),
         mlp_hidden_size=config.mlp_hidden_size or 4 * config.hidden_size,
@@ -135,6 +141,21 @@ def _canonical(config: GPTConfig) -> GPTConfig:
         unrotated_layers=tuple(sorted(set(config.unrotated_layers))),
         **optional,
     )
+
+
+def _canonical_experts(config: GPTConfig) -> dict[str, object]:
+    if not config.num_experts:
+        unused = ("experts_per_token", "normalize_router_weights", "router_aux_loss", "dense_hidden_size", *OF_ROUTERS)
+        return {field.name: field.default for field in dataclasses.fields(config) if field.name in unused}
+    found: dict[str, object] = {"router_aux_loss": float(f"{config.router_aux_loss:.9g}")}  # multiplied and divided
+    if config.router_correction_bias:  # no config.json with such biases has a coefficient
+        found["router_aux_loss"] = 0.0
+    if config.expert_groups == 1:
+        found["group_score_experts"] = 2
+    if config.dense_layers:
+        found["dense_layers"] = tuple(sorted(set(config.dense_layers)))
+        found["dense_hidden_size"] = config.dense_hidden_size or config.mlp_hidden_size or 4 * config.hidden_size
+    return found
 
 
 def _canonical_windows(config: GPTConfig) -> dict[str, object]:

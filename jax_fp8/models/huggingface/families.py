@@ -14,6 +14,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -23,7 +25,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-EXPERTS = ("mixtral", "qwen3_moe")  # families whose layers have experts
+EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe")  # families whose layers have experts
 # Names of activations in transformers, and ours; the first name of each is the one that is written.
 GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
 GATED_ACTIVATIONS = {
@@ -47,7 +49,7 @@ _LLAMA = {
 }
 _WINDOWED = {"sliding_window": 4096, "use_sliding_window": False}
 _QWEN2 = _LLAMA | _WINDOWED | {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "max_window_layers": 28}
-_WITH_EXPERTS = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+_WITH_EXPERTS = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1}
 _GEMMA2 = _LLAMA | {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -75,6 +77,25 @@ DEFAULTS: dict[str, Mapping[str, object]] = {
         "sliding_window": None,
     },
     "qwen3_moe": _LLAMA | _WINDOWED | _WITH_EXPERTS | {"num_key_value_heads": 4, "max_position_embeddings": 32_768},
+    "qwen2_moe": _LLAMA
+    | _WINDOWED
+    | _WITH_EXPERTS
+    | {"num_key_value_heads": 16, "max_position_embeddings": 32_768, "max_window_layers": 28, "qkv_bias": True},
+    "glm4_moe": _LLAMA
+    | {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2
     | {
@@ -126,11 +147,11 @@ _GEMMA = _ROTATES_ALL | {
 FIXED: dict[str, Mapping[str, tuple[object, list]]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "smollm3", "granite"), _GATED),
     "mixtral": _GATED | _NO_BIAS | {"hidden_act": ("silu", ["silu", "swish"])},
-    "qwen3_moe": _GATED
-    | {
-        "decoder_sparse_step": (1, [1]),  # every layer has experts
-        "mlp_only_layers": ([], [[], None]),
-        "shared_expert_intermediate_size": (0, [0, None]),
+    "qwen3_moe": _GATED | {"shared_expert_intermediate_size": (0, [0, None])},
+    "qwen2_moe": _GATED,
+    "glm4_moe": {
+        "hidden_act": ("silu", [*GATED_ACTIVATIONS]),
+        "original_max_position_embeddings": (None, [None]),
     },
     "gemma2": _GEMMA,
     # transformers reads this field of Gemma 3 and does not use it.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.core.paths import LayerPath, names_of
+from jax_fp8.core.paths import CORRECTION_BIAS, LayerPath, names_of
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 
@@ -27,7 +27,7 @@ LLAMA_LAYER = {
     "post_attention_layernorm": ("mlp/norm",),
     **{f"mlp.{name}_proj": (f"mlp/{name}",) for name in ("gate", "up", "down")},
 }
-# The same with experts; {} is the number of the expert.
+# The same with experts; {} is the number of the expert. Layers without experts have those of Llama.
 WITHOUT_MLP = {theirs: ours for theirs, ours in LLAMA_LAYER.items() if not theirs.startswith("mlp.")}
 MIXTRAL_LAYER = WITHOUT_MLP | {
     "block_sparse_moe.gate": ("mlp/router",),
@@ -35,10 +35,16 @@ MIXTRAL_LAYER = WITHOUT_MLP | {
     "block_sparse_moe.experts.{}.w2": ("mlp/down",),
     "block_sparse_moe.experts.{}.w3": ("mlp/up",),
 }
+MLP = ("gate", "up", "down")
 QWEN3_MOE_LAYER = WITHOUT_MLP | {
     "mlp.gate": ("mlp/router",),
-    **{f"mlp.experts.{{}}.{name}_proj": (f"mlp/{name}",) for name in ("gate", "up", "down")},
+    **{f"mlp.experts.{{}}.{name}_proj": (f"mlp/{name}",) for name in MLP},
 }
+QWEN2_MOE_LAYER = QWEN3_MOE_LAYER | {
+    "mlp.shared_expert_gate": ("mlp/shared/router",),
+    **{f"mlp.shared_expert.{name}_proj": (f"mlp/shared/{name}",) for name in MLP},
+}
+GLM4_MOE_LAYER = QWEN3_MOE_LAYER | {f"mlp.shared_experts.{name}_proj": (f"mlp/shared/{name}",) for name in MLP}
 GEMMA_LAYER = LLAMA_LAYER | {
     "post_attention_layernorm": ("attention/post_norm",),
     "pre_feedforward_layernorm": ("mlp/norm",),
@@ -78,11 +84,20 @@ TABLES = {
     "gpt2": ("transformer.h", GPT2_LAYER, GPT2_TOP),
     "mixtral": ("model.layers", MIXTRAL_LAYER, LLAMA_TOP),
     "qwen3_moe": ("model.layers", QWEN3_MOE_LAYER, LLAMA_TOP),
+    "qwen2_moe": ("model.layers", QWEN2_MOE_LAYER, LLAMA_TOP),
+    "glm4_moe": ("model.layers", GLM4_MOE_LAYER, LLAMA_TOP),
     **dict.fromkeys(("gemma2", "gemma3_text"), ("model.layers", GEMMA_LAYER, LLAMA_TOP)),
     **dict.fromkeys(("olmo2", "olmo3"), ("model.layers", OLMO_LAYER, LLAMA_TOP)),
     "phi3": ("model.layers", PHI3_LAYER, LLAMA_TOP),
 }
-LEAVES = {"weight": (("kernel",), ("scale",), ()), "bias": (("bias",),)}  # leaves of our modules; () is a table
+LEAVES = {
+    "weight": (("kernel",), ("scale",), ()),
+    "bias": (("bias",),),
+    "e_score_correction_bias": ((CORRECTION_BIAS,),),
+}  # leaves of our modules; () is a table
+
+
+Shapes = dict[LayerPath, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,11 @@ class Entry:
     shapes: tuple[tuple[int, ...], ...]
     is_transposed: bool = False
     expert: int | None = None
+
+    @property
+    def stays_float32(self) -> bool:
+        """Whether no dtype that a caller asks for changes the tensor: small steps add up in it."""
+        return self.paths[0][-1] == CORRECTION_BIAS
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,17 +145,20 @@ class Entry:
 
 def entries_of(config: GPTConfig, family: str) -> list[Entry]:
     """All tensors of a model in the layout of a family, in the order of its layers."""
-    layer_shapes, other_shapes = _shapes(config)
+    other_shapes, shapes, dense_shapes = _shapes(config)
     (prefix, layer, top), linear_is_transposed = TABLES.get(family, LLAMA), family != "gpt2"
     entries = [entry for name, ours in top.items() for entry in _entries(name, (ours,), other_shapes.get, False)]
+    params = len(other_shapes)
     for index in range(config.num_layers):
-        for name, ours in layer.items():
+        own_shapes, own_layer = (dense_shapes, LLAMA_LAYER) if index in config.dense_layers else (shapes, layer)
+        params += len(own_shapes)
+        for name, ours in own_layer.items():
             paths = tuple(f"layer_{index}/{path}" for path in ours)
-            in_first = lambda path: layer_shapes.get(("layer_0", *path[1:]))  # noqa: E731
-            own = list(_entries(f"{prefix}.{index}.{name}", paths, in_first, linear_is_transposed))
+            shape_of = lambda path, shapes=own_shapes: shapes.get(path[1:])  # noqa: E731
+            own = list(_entries(f"{prefix}.{index}.{name}", paths, shape_of, linear_is_transposed))
             entries += _for_experts(own, config.num_experts) if "{}" in name else own
     mapped = [path for entry in entries for path in entry.paths if not entry.expert]
-    assert len(mapped) == len(set(mapped)) == len(other_shapes) + config.num_layers * len(layer_shapes)
+    assert len(mapped) == len(set(mapped)) == params
     return entries
 
 
@@ -160,11 +183,20 @@ def _for_experts(entries: Iterable[Entry], experts: int) -> Iterator[Entry]:
             yield replace(entry, name=entry.name.format(expert), expert=expert)
 
 
-def _shapes(config: GPTConfig) -> tuple[dict[LayerPath, tuple[int, ...]], dict[LayerPath, tuple[int, ...]]]:
-    """The shapes of the first layer's params, which all layers share, and of the params outside of the layers."""
+def _shapes(config: GPTConfig) -> tuple[Shapes, Shapes, Shapes]:
+    """The shapes of the params outside of the layers, of a layer, and of a layer without experts in a model with
+    experts. Paths in layers begin inside the layer.
+    """
+    outside, layer = _shapes_of_one_layer(replace(config, dense_layers=(), dense_hidden_size=None))
+    dense = _shapes_of_one_layer(replace(config, dense_layers=(0,)))[1] if config.dense_layers else {}
+    return outside, layer, dense
+
+
+def _shapes_of_one_layer(config: GPTConfig) -> tuple[Shapes, Shapes]:
+    """The shapes outside of the layers, and those of the first layer."""
     alike = {"sliding_window": None, "windowed_layers": None, "window_rotary_base": None, "unrotated_layers": ()}
     model = GPT(replace(config, num_layers=1, **alike), recipe=None)
     params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))["params"]
     shapes = {names_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    in_layer = {path: shape for path, shape in shapes.items() if path[0] == "layer_0"}
-    return in_layer, {path: shape for path, shape in shapes.items() if path not in in_layer}
+    outside = {path: shape for path, shape in shapes.items() if path[0] != "layer_0"}
+    return outside, {path[1:]: shape for path, shape in shapes.items() if path[0] == "layer_0"}

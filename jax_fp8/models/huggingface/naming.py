@@ -9,6 +9,7 @@ from jax_fp8.models.config import GPTConfig
 
 OF_GPT2 = "transformer."  # the prefix of tensor names, which files of GPT-2 without a head lack
 EMBEDDINGS = {"rotary": "model.embed_tokens.weight", "learned": f"{OF_GPT2}wte.weight"}  # by positions
+LAYERS = "model.layers."
 # Buffers that some files have and no model needs: frequencies of rotary positions, masks of GPT-2.
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -19,6 +20,20 @@ def named_as_whole_models(tensors: Mapping[str, np.ndarray]) -> dict[str, np.nda
     if "wte.weight" in named:
         named = {name if name.startswith("lm_head.") else OF_GPT2 + name: array for name, array in named.items()}
     return named
+
+
+def without_predictions(
+    tensors: Mapping[str, np.ndarray], described: Mapping[str, object], layers: int
+) -> dict[str, np.ndarray]:
+    """The tensors without those of layers behind the last one, which predict further tokens. A file of GLM has them."""
+    beyond = described.get("num_nextn_predict_layers", 1) if described["model_type"] == "glm4_moe" else 0
+    ends = layers + (beyond if isinstance(beyond, int) else 0)
+
+    def is_prediction(name: str) -> bool:
+        number = name.removeprefix(LAYERS).split(".")[0] if name.startswith(LAYERS) else ""
+        return number.isdecimal() and layers <= int(number) < ends
+
+    return {name: tensor for name, tensor in tensors.items() if not is_prediction(name)}
 
 
 def tied(config: GPTConfig, tensors: dict[str, np.ndarray]) -> tuple[GPTConfig, dict[str, np.ndarray]]:

@@ -1,17 +1,20 @@
 """The fields of a GPTConfig from those of a config.json, for each family.
 
 transformers has one load-balancing loss for all layers, and its shares add up to the number of experts of a token. Here
-each layer has a loss, and shares add up to 1. So the coefficient is multiplied by `experts_per_token / num_layers`.
+each layer has a loss, and shares add up to 1. So the coefficient is multiplied by `experts_per_token`, and divided by
+the number of layers that have experts.
 """
 
 from collections.abc import Callable
 
 from jax_fp8.core.files import shortened
-from jax_fp8.models.huggingface.families import GATED_ACTIVATIONS, GPT2_ACTIVATIONS
+from jax_fp8.models.huggingface.families import ARCHITECTURES, EXPERTS, GATED_ACTIVATIONS, GPT2_ACTIVATIONS
 from jax_fp8.models.huggingface.fields import Fields
 from jax_fp8.models.huggingface.rotary_fields import read_rotary
 
 Shape = dict[str, object]  # fields of a GPTConfig
+# Families whose MLPs all have one width.
+OF_ONE_WIDTH = tuple(family for family in ARCHITECTURES if family not in EXPERTS or family == "mixtral")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -37,7 +40,7 @@ def _read_common(fields: Fields) -> Shape:
         "hidden_size": width,
         "max_seq_len": fields.integer("max_position_embeddings"),
         "num_kv_heads": None if kv_heads == heads else kv_heads,
-        "mlp_hidden_size": fields.integer("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
+        "mlp_hidden_size": fields.integer("intermediate_size" if family in OF_ONE_WIDTH else "moe_intermediate_size"),
         "norm": "rmsnorm",
         "activation": GATED_ACTIVATIONS[str(activation)],
         "positions": "rotary",
@@ -87,7 +90,57 @@ def _read_mixtral(fields: Fields) -> Shape:
 def _read_qwen3_moe(fields: Fields) -> Shape:
     window = fields.optional_integer("sliding_window") if fields.flag("use_sliding_window") else None
     biases = {"use_bias": fields.flag("attention_bias")}
-    return {"qk_norm": True, "sliding_window": window} | biases | _without_windows(fields) | _read_experts(fields)
+    own = {"qk_norm": True, "sliding_window": window} | biases | _without_windows(fields)
+    return own | _read_experts(fields) | _read_dense_layers(fields)
+
+
+def _read_qwen2_moe(fields: Fields) -> Shape:
+    layers, first = fields.integer("num_hidden_layers"), fields.optional_integer("max_window_layers")
+    has_window = fields.flag("use_sliding_window")
+    window = fields.optional_integer("sliding_window") if has_window else None
+    is_windowed = [window is not None and index % 2 == 0 and index < (first or 0) for index in range(layers)]
+    shared = {"shared_expert_features": fields.integer("shared_expert_intermediate_size"), "gate_shared_expert": True}
+    biases = {"use_qkv_bias": fields.flag("qkv_bias") or None}
+    own = _read_windows(fields, is_windowed, window) | biases | shared
+    return own | _read_experts(fields) | _read_dense_layers(fields)
+
+
+def _read_glm4_moe(fields: Fields) -> Shape:
+    first, layers = fields.integer("first_k_dense_replace"), fields.integer("num_hidden_layers")
+    if first < 0:
+        raise fields.error("first_k_dense_replace", "an integer of at least 0", first)
+    shared = fields.integer("n_shared_experts") * fields.integer("moe_intermediate_size")
+    return {
+        "use_qkv_bias": fields.flag("attention_bias") or None,
+        "qk_norm": fields.flag("use_qk_norm"),
+        "num_experts": fields.integer("n_routed_experts"),
+        "experts_per_token": fields.integer("num_experts_per_tok"),
+        "normalize_router_weights": fields.flag("norm_topk_prob"),
+        "router_scores": "sigmoid",
+        "router_scale": fields.number("routed_scaling_factor"),
+        "router_correction_bias": True,
+        "router_aux_loss": 0.0,
+        "expert_groups": fields.integer("n_group"),
+        "groups_per_token": fields.integer("topk_group"),
+        "shared_expert_features": shared,
+        "dense_layers": tuple(range(min(first, layers))),
+        "dense_hidden_size": fields.integer("intermediate_size") if first and layers else None,
+    } | _without_windows(fields)
+
+
+def _read_dense_layers(fields: Fields) -> Shape:
+    """The layers without experts."""
+    dense = _dense_layers(fields)
+    return {"dense_layers": dense, "dense_hidden_size": fields.integer("intermediate_size") if dense else None}
+
+
+def _dense_layers(fields: Fields) -> tuple[int, ...]:
+    """Of Qwen: the numbers of the layers without experts."""
+    every, alone = fields.integer("decoder_sparse_step"), fields.integers("mlp_only_layers") or []
+    if every < 1:
+        raise fields.error("decoder_sparse_step", "an integer of at least 1", every)
+    layers = range(fields.integer("num_hidden_layers"))
+    return tuple(index for index in layers if index in alone or (index + 1) % every)
 
 
 def _read_gemma2(fields: Fields) -> Shape:
@@ -202,7 +255,9 @@ def _read_experts(fields: Fields) -> Shape:
         raise ValueError(
             f"{own} and {other} in {fields.where} must be equal, got {experts} and {fields.integer(other)}; remove one"
         )
-    choices, layers = fields.integer("num_experts_per_tok"), fields.integer("num_hidden_layers")
+    choices = fields.integer("num_experts_per_tok")
+    dense = () if fields.family == "mixtral" else _dense_layers(fields)
+    layers = fields.integer("num_hidden_layers") - len(dense)
     return {
         "num_experts": experts,
         "experts_per_token": choices,
@@ -233,6 +288,8 @@ _OWN: dict[str, Callable[[Fields], Shape]] = {
     "mistral": _read_mistral,
     "mixtral": _read_mixtral,
     "qwen3_moe": _read_qwen3_moe,
+    "qwen2_moe": _read_qwen2_moe,
+    "glm4_moe": _read_glm4_moe,
     "gemma2": _read_gemma2,
     "gemma3_text": _read_gemma3,
     "olmo2": _read_olmo2,

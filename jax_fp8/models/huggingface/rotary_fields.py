@@ -14,6 +14,7 @@ from jax_fp8.models.huggingface.fields import Fields
 from jax_fp8.ops.rotary_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RotaryScaling, YarnScaling
 
 BY_LAYER_TYPE = ("gemma3_text", "olmo3")
+ROTATES_A_PART = ("phi3", "glm4_moe")  # families that say which part of a head rotates
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 LLAMA3 = {
     "factor": "factor",
@@ -44,7 +45,7 @@ def read_rotary(fields: Fields) -> dict[str, object]:
         return _read_by_layer_type(fields)
     rope = fields.part("rope_parameters") or fields.part("rope_scaling")
     found: dict[str, object] = {"rotary_base": _base(rope, fields), "rotary_scaling": _scaling(rope, fields)}
-    if fields.family == "phi3":
+    if fields.family in ROTATES_A_PART:
         of_rope = rope.get("partial_rotary_factor") is not None
         found["rotary_fraction"] = (_of(rope, fields) if of_rope else fields).number("partial_rotary_factor")
     return found
@@ -91,7 +92,7 @@ def _scaling(rope: dict[str, object], fields: Fields, nested: bool = False) -> o
     """The scaling that this object describes, or None."""
     kind, family = _kind(rope), fields.family
     kind = "longrope" if family == "phi3" and kind in ("su", "yarn") else kind
-    beside = {"rope_theta", "rope_type", "type"} | ({"partial_rotary_factor"} if family == "phi3" else set())
+    beside = {"rope_theta", "rope_type", "type"} | ({"partial_rotary_factor"} if family in ROTATES_A_PART else set())
     if rope.get("partial_rotary_factor") == 1:
         beside.add("partial_rotary_factor")
     others = {name: value for name, value in rope.items() if name not in beside}
@@ -186,8 +187,9 @@ def write_rotary(config: GPTConfig, family: str) -> dict[str, object]:
     if family == "gemma3_text":
         own = config.window_rotary_base
         found["rope_local_base_freq"] = config.rotary_base if own is None else own
-    if family == "phi3":
+    if family in ROTATES_A_PART:
         found["partial_rotary_factor"] = config.rotary_fraction
+    if family == "phi3":
         original = getattr(config.rotary_scaling, "original_length", None)
         found[ORIGINAL] = config.max_seq_len if original is None else original
     return found

@@ -27,7 +27,7 @@ from jax_fp8.models.huggingface.config_json import family_of, read_config, write
 from jax_fp8.models.huggingface.frozen import frozen_variables
 from jax_fp8.models.huggingface.json_files import read_object, write_object
 from jax_fp8.models.huggingface.layouts import Entry, entries_of
-from jax_fp8.models.huggingface.naming import named_as_whole_models, tied
+from jax_fp8.models.huggingface.naming import named_as_whole_models, tied, without_predictions
 from jax_fp8.models.huggingface.quantized import FIELD, WRITTEN, block_of, dequantized, quantized
 from jax_fp8.models.params_file import named_leaves
 from jax_fp8.models.tensor_file import Tensor, map_arrays, write_arrays
@@ -42,8 +42,8 @@ MOST_SETTINGS = 2**20  # bytes of a config.json
 def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> tuple[GPTConfig, dict[str, PyTree]]:
     """Read a model of Hugging Face.
 
-    It is Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3 (dense or with experts), Gemma 2, Gemma 3 (text), OLMo 2,
-    OLMo 3, Phi-3, Phi-4, SmolLM3, Granite or GPT-2.
+    It is Llama, Mistral, Mixtral, Qwen2, Qwen2.5, Qwen3 (each dense or with experts), GLM-4.5 (text), Gemma 2, Gemma 3
+    (text), OLMo 2, OLMo 3, Phi-3, Phi-4, SmolLM3, Granite or GPT-2.
 
     Args:
       path: its folder, with config.json and safetensors files; or one such file beside its config.json.
@@ -82,15 +82,16 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
     described = read_object(settings, "it has the shape of the model", MOST_SETTINGS)
     config = read_config(described, str(settings))
     tensors, block = named_as_whole_models(_map_all(files)), block_of(described, str(settings))
+    tensors = without_predictions(tensors, described, config.num_layers)
     tensors = tensors if block is None else dequantized(tensors, block, str(path), dtype or jnp.bfloat16)
     config, tensors = tied(config, tensors)
     _check_has_layers(path, tensors, config)
     entries = entries_of(config, str(described["model_type"]))
     _check_tensors(path, tensors, entries)
     params: dict[str, PyTree] = {}
-    for param_path, param in _whole_params(entries, tensors):
+    for param_path, param in _whole_params(entries, tensors, dtype):
         *parents, last = param_path
-        put_at_path(params, tuple(parents), {last: param if dtype is None else param.astype(dtype)})
+        put_at_path(params, tuple(parents), {last: param})
     if is_frozen:
         by_square = BlockScaling(power_2_scale=False)  # gives back the values of the files
         return config, frozen_variables(config, params, CurrentScaling() if block is None else by_square)
@@ -211,7 +212,7 @@ def _check_has_layers(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]
     """Raise where there are fewer tensors than layers and experts. This runs before a table of a model of that size is
     made, which a wrong config.json could make huge.
     """
-    least = config.num_layers * max(config.num_experts, 1)
+    least = sum(max(config.layer_fields(index)["num_experts"], 1) for index in range(config.num_layers))
     if len(tensors) < least:
         raise ValueError(
             f"{path} must have all tensors of its config.json, at least {least:,} for {config.num_layers:,} layers, "
@@ -243,17 +244,21 @@ def _check_tensors(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], e
             )
 
 
-def _whole_params(entries: list[Entry], tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[LayerPath, np.ndarray]]:
-    """Params with their paths; the tensors of experts are stacked into one param."""
+def _whole_params(
+    entries: list[Entry], tensors: Mapping[str, np.ndarray], dtype: Dtype | None
+) -> Iterator[tuple[LayerPath, np.ndarray]]:
+    """Params in `dtype` with their paths; the tensors of experts are stacked into one param."""
     of_experts: dict[LayerPath, list[np.ndarray]] = {}
     for entry in entries:
         for path, param in zip(entry.paths, entry.params_of(tensors[entry.name]), strict=True):
             if entry.expert is None:
-                yield path, param
+                own_dtype = np.float32 if entry.stays_float32 else dtype
+                yield path, param if own_dtype is None else param.astype(own_dtype)
             else:
                 of_experts.setdefault(path, []).append(param)
     for path, params in of_experts.items():
-        yield path, np.stack(params)
+        whole = np.stack(params)
+        yield path, whole if dtype is None else whole.astype(dtype)
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
@@ -290,7 +295,8 @@ def _make_tensor(entry: Entry, params: list[jax.Array], dtype: Dtype | None, voc
         raise ValueError(f"the params of {entry.name} must have one dtype, got {', '.join(sorted(dtypes))}; give dtype")
     rows = vocab_size if entry.paths[0] in (("embedding",), ("head",)) else None
     shape = entry.shape if rows is None else (rows, *entry.shape[1:])
-    return Tensor(shape, jnp.dtype(dtype or params[0].dtype), lambda: entry.tensor_of(params)[:rows])
+    dtype = np.float32 if entry.stays_float32 else dtype or params[0].dtype
+    return Tensor(shape, jnp.dtype(dtype), lambda: entry.tensor_of(params)[:rows])
 
 
 def _parts(tensors: Mapping[str, Tensor], largest: int) -> dict[str, dict[str, Tensor]]:

@@ -79,8 +79,44 @@ def _write_qwen3_moe(config: GPTConfig) -> Described:
         "norm_topk_prob": config.normalize_router_weights,
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        **_write_dense_layers(config),
+    }
+
+
+def _write_qwen2_moe(config: GPTConfig) -> Described:
+    windows = {"use_sliding_window": config.sliding_window is not None, **_write_layer_types(config)}
+    return windows | {
+        "num_experts": config.num_experts,
+        "moe_intermediate_size": config.mlp_hidden_size or 4 * config.hidden_size,
+        "shared_expert_intermediate_size": config.shared_expert_features,
+        "norm_topk_prob": config.normalize_router_weights,
+        "qkv_bias": bool(config.use_qkv_bias),
+        **_write_dense_layers(config),
+    }
+
+
+def _write_dense_layers(config: GPTConfig) -> Described:
+    """The layers without experts, and their width, which is that of all MLPs where there are none."""
+    dense = {"intermediate_size": config.dense_hidden_size} if config.dense_hidden_size else {}
+    return {"decoder_sparse_step": 1, "mlp_only_layers": sorted(set(config.dense_layers)), **dense}
+
+
+def _write_glm4_moe(config: GPTConfig) -> Described:
+    hidden = config.mlp_hidden_size or 4 * config.hidden_size
+    return {
+        "attention_bias": bool(config.use_qkv_bias),
+        "use_qk_norm": config.qk_norm,
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": hidden,
+        "intermediate_size": config.dense_hidden_size or hidden,
+        "n_shared_experts": config.shared_expert_features // hidden,
+        "norm_topk_prob": config.normalize_router_weights,
+        "routed_scaling_factor": config.router_scale,
+        "n_group": config.expert_groups,
+        "topk_group": config.groups_per_token,
+        "first_k_dense_replace": len(set(config.dense_layers)),
+        "num_nextn_predict_layers": 0,
     }
 
 
@@ -118,7 +154,8 @@ def _write_granite(config: GPTConfig) -> Described:
 
 
 def _write_router(config: GPTConfig) -> Described:
-    coefficient = config.router_aux_loss * max(config.num_layers, 1) / config.experts_per_token
+    layers = config.num_layers - len(set(config.dense_layers))
+    coefficient = config.router_aux_loss * max(layers, 1) / config.experts_per_token
     return {
         "num_experts_per_tok": config.experts_per_token,
         "router_aux_loss_coef": float(f"{coefficient:.12g}"),  # rounded to the number that was divided
@@ -136,6 +173,8 @@ _OWN: dict[str, Callable[[GPTConfig], Described]] = {
     "mistral": _write_window,
     "mixtral": lambda config: {"num_local_experts": config.num_experts, **_write_window(config)},
     "qwen3_moe": _write_qwen3_moe,
+    "qwen2_moe": _write_qwen2_moe,
+    "glm4_moe": _write_glm4_moe,
     "gemma2": _write_gemma2,
     "gemma3_text": _write_gemma,
     "olmo2": _write_biases,

@@ -1,8 +1,11 @@
 """config.json in and out: presets come back, and what a GPT cannot compute is refused by its name."""
 
+import dataclasses
 import json
 
 import huggingface as oracle
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_fp8 as fp8
@@ -72,8 +75,8 @@ def test_rotary_positions_as_transformers_5_writes_them():
     [
         (
             "llama",
-            {"model_type": "qwen2_moe"},
-            "model_type in here must be one of llama, qwen2, .*, granite, gpt2, got 'qwen2_moe'",
+            {"model_type": "deepseek_v3"},
+            "model_type in here must be one of llama, qwen2, .*, granite, gpt2, got 'deepseek_v3'",
         ),
         ("llama", {"model_type": None}, "model_type in here must be one of .*, got None"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act in here must be 'silu' or 'swish' or .*, got 'gelu'"),
@@ -127,8 +130,13 @@ def test_rotary_positions_as_transformers_5_writes_them():
             {"sliding_window": 0},
             "here must describe a model: sliding_window must be an integer of at least 1",
         ),
-        ("qwen3 with experts", {"decoder_sparse_step": 2}, "decoder_sparse_step in here must be 1, got 2"),
-        ("qwen3 with experts", {"mlp_only_layers": [0]}, r"mlp_only_layers in here must be \[\] or None, got \[0\]"),
+        ("qwen3 with experts", {"decoder_sparse_step": 0}, "decoder_sparse_step in here must be an integer of at lea"),
+        ("qwen3 with experts", {"mlp_only_layers": "0"}, "mlp_only_layers in here must be a list of integers, got '0'"),
+        ("glm", {"first_k_dense_replace": -1}, "first_k_dense_replace in here must be an integer of at least 0, got"),
+        ("glm", {"topk_group": 5}, "here must describe a model: groups_per_token must be an integer from 1 to 4, got"),
+        ("glm", {"n_group": 8}, "here must describe a model: group_score_experts must be at most the 1 experts of a"),
+        ("glm", {"n_routed_experts": 10**6}, "the number of experts in here must be at most 16,384, got 1000000"),
+        ("qwen2 with experts", {"shared_expert_intermediate_size": 0}, "gate_shared_expert is for a shared expert"),
         ("qwen3 with experts", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size in here must"),
         ("gpt2", {"activation_function": "tanh"}, "activation_function in here must be 'gelu_new' or .*, got 'tanh'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx in here must be False"),
@@ -172,6 +180,47 @@ def test_experts_as_published():
             read_config(lacking, "here")
 
 
+def test_layers_without_experts():
+    """Of Qwen by two fields, of GLM by one; the coefficient of the balance loss is spread over the others."""
+    described = oracle.CASES["qwen3 with experts"] | {"num_hidden_layers": 6, "intermediate_size": 80}
+    for fields, dense in (
+        ({"decoder_sparse_step": 2}, (0, 2, 4)),
+        ({"mlp_only_layers": [5, 1]}, (1, 5)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2, 9]}, (0, 1, 2, 3, 4)),
+        ({}, ()),
+    ):
+        found = read_config(described | fields, "here")
+        assert found.dense_layers == dense
+        assert (found.mlp_hidden_size, found.dense_hidden_size) == (32, 80 if dense else None)
+        assert found.router_aux_loss == pytest.approx(0.001 * 3 / (6 - len(dense)))
+        assert read_config(write_config(found, family_of(found), "float32"), "here") == found
+    glm = oracle.CASES["glm"] | {"num_hidden_layers": 6, "first_k_dense_replace": 2}
+    assert read_config(glm, "here").dense_layers == (0, 1)
+    assert read_config(glm | {"first_k_dense_replace": 9}, "here").dense_layers == tuple(range(6))
+    found = read_config(glm, "here")
+    assert family_of(found) == "glm4_moe" and read_config(write_config(found, "glm4_moe", "float32"), "here") == found
+    with pytest.raises(ValueError, match="glm4_moe, the nearest, needs dense_layers="):
+        family_of(dataclasses.replace(found, dense_layers=(1, 3)))
+
+
+def test_glm_as_published():
+    """GLM-4.5-Air: 106 billion params, of which a token uses 12."""
+    described = {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10_944, "max_position_embeddings": 131_072,
+        "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+        "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1_000_000, "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151_552,
+    }  # fmt: skip
+    config = read_config(described, "here")
+    assert config.router_correction_bias and config.router_scores == "sigmoid" and config.rotary_fraction == 0.5
+    model = fp8.GPT(config, recipe=None)
+    params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))["params"]
+    assert round(sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e9) == 107  # 106.85
+
+
 @pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"])
 def test_a_field_that_is_missing(field):
     described = {name: value for name, value in oracle.LLAMA.items() if name != field}
@@ -199,7 +248,7 @@ def test_shapes_that_no_family_has(fields):
 
 
 def test_a_preset_that_no_family_has():
-    with pytest.raises(ValueError, match=r"must be like one of .* the nearest, needs .*shared_expert_features=0"):
+    with pytest.raises(ValueError, match=r"must be like one of .* the nearest, needs gate_shared_expert=True"):
         family_of(PRESETS[WITHOUT_FAMILY])
 
 

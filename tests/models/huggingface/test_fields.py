@@ -16,6 +16,8 @@ OF_TRANSFORMERS = {
     "mistral": (8, None, 1e-6, 1e4, False, 131_072),
     "mixtral": (8, None, 1e-5, 1e6, False, 131_072),
     "qwen3_moe": (4, None, 1e-6, 1e4, False, 32_768),
+    "qwen2_moe": (16, None, 1e-6, 1e4, False, 32_768),
+    "glm4_moe": (8, None, 1e-5, 1e4, False, 131_072),
     "gemma2": (4, 256, 1e-6, 1e4, True, 8192),
     "gemma3_text": (4, 256, 1e-6, 1e6, True, 131_072),
     "olmo2": (None, None, 1e-5, 1e4, False, 2048),
@@ -40,8 +42,11 @@ def test_defaults_are_those_of_transformers():
     assert set(DEFAULTS) == set(ARCHITECTURES) == set(FIXED) == {*OF_TRANSFORMERS, "gpt2"}
     for family, values in OF_TRANSFORMERS.items():
         assert {name: DEFAULTS[family][name] for name in NAMES} == dict(zip(NAMES, values, strict=True)), family
-    for family in ("mixtral", "qwen3_moe"):
+    for family in ("mixtral", "qwen3_moe", "qwen2_moe"):
         assert (DEFAULTS[family]["router_aux_loss_coef"], DEFAULTS[family]["norm_topk_prob"]) == (0.001, False)
+    glm = {"partial_rotary_factor": 0.5, "use_qk_norm": False, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+    glm |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    assert glm.items() <= DEFAULTS["glm4_moe"].items() and DEFAULTS["qwen2_moe"]["qkv_bias"]
     gpt2 = {"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     assert DEFAULTS["gpt2"] == gpt2 | {"n_positions": 1024}
 
@@ -57,8 +62,10 @@ def test_a_model_without_fields_is_that_of_its_family(family):
     assert (found.norm_epsilon, found.rotary_base, found.tie_embeddings) == (epsilon, base, tied)
     assert found.max_seq_len == longest
     if found.num_experts:
-        assert found.router_aux_loss == pytest.approx(0.001 * found.experts_per_token / found.num_layers)
-        assert found.normalize_router_weights == (family == "mixtral")
+        layers = found.num_layers - len(found.dense_layers)
+        coefficient = 0.0 if family == "glm4_moe" else 0.001
+        assert found.router_aux_loss == pytest.approx(coefficient * found.experts_per_token / layers)
+        assert found.normalize_router_weights == (family in ("mixtral", "glm4_moe"))
     # What is there counts, also where rotary positions stand together and say nothing of their base.
     plain = {"rope_type": "default"}
     by_layers = {"full_attention": plain} if family in ("gemma3_text", "olmo3") else plain

@@ -89,6 +89,31 @@ def test_another_dtype_on_wish(folder_of, tmp_path):
     assert_same_files(tmp_path / "ours", tensors_of("qwen3", "bfloat16"))
 
 
+def test_correction_biases_stay_float32(folder_of, tmp_path):
+    """In bfloat16 a bias of 1 could not move by 0.001."""
+    config, params = fp8.load_huggingface(folder_of("glm"), dtype=jnp.bfloat16)
+    router = params["layer_1"]["mlp"]["router"]
+    assert (router["correction_bias"].dtype, router["kernel"].dtype) == (np.float32, jnp.bfloat16)
+    fp8.save_huggingface(tmp_path / "ours", config, params, dtype=jnp.bfloat16)
+    assert_same_files(tmp_path / "ours", tensors_of("glm", "bfloat16"))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    tensors, described = tensors_of("glm"), oracle.CASES["glm"]
+    beyond = {name.replace("layers.1.", "layers.2."): array for name, array in tensors.items() if "layers.1." in name}
+    beyond["model.layers.2.eh_proj.weight"] = np.ones((48, 96), np.float32)
+    for predicted, number in (({"num_nextn_predict_layers": 1}, 1), ({}, 1), ({"num_nextn_predict_layers": 0}, 0)):
+        kept = {name: value for name, value in described.items() if name != "num_nextn_predict_layers"}
+        folder = oracle.write_folder(tmp_path / f"theirs{len(predicted)}{number}", kept | predicted, tensors | beyond)
+        if not number:
+            with pytest.raises(ValueError, match=r"got also model\.layers\.2\.eh_proj\.weight, of another model"):
+                fp8.load_huggingface(folder)
+            continue
+        config, params = fp8.load_huggingface(folder)
+        fp8.save_huggingface(tmp_path / f"ours{len(predicted)}", config, params)
+        assert_same_files(tmp_path / f"ours{len(predicted)}", tensors)
+
+
 def test_params_are_those_that_a_model_makes(folder_of):
     config, params = fp8.load_huggingface(folder_of("qwen3"))
     made = jax.eval_shape(fp8.GPT(config).init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]

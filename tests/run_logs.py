@@ -154,3 +154,14 @@ def spike(log: Log, column: int, factor: float = 40.0) -> None:
         entry["norm"] *= factor
     log.diagnostics[column]["loss"] *= 2
     log.metrics[column + 1]["loss"] *= 2
+
+
+def with_experts(log: Log, layers: int = 2, experts: int = 4) -> Log:
+    """The log of a model with experts, which are used about evenly."""
+    generator = np.random.default_rng(1)
+    for row in log.diagnostics:
+        shares = generator.uniform(0.8, 1.2, (layers, experts))
+        row["experts"] = [
+            {"layer": f"h_{layer}/mlp", "fractions": (own / own.sum()).tolist()} for layer, own in enumerate(shares)
+        ]
+    return log

@@ -12,6 +12,8 @@ import numpy as np
 from jax_fp8.report.run_format import JsonObject
 
 QUANTITIES = ("amax", "scale", "headroom", "saturated", "underflowed", "nonfinite", "error")
+LOADS = ("busiest", "idlest", "unused")
+UNUSED = 1 / 16  # of the mean load of a layer's experts: an expert with less counts as unused
 OUTPUT_GRADIENT = "output_gradient"
 MOST_CELLS = 2**27  # tensors (or layers) times steps; each such cell has a number for every quantity
 
@@ -27,6 +29,8 @@ class Sample(NamedTuple):
     values: np.ndarray  # f32 (places, quantities)
     layers: tuple[str, ...]
     gradients: np.ndarray  # f32 (layers, 2): the norm, and the number of elements that are not finite
+    routers: tuple[str, ...]  # layers with experts
+    loads: np.ndarray  # f32 (routers, LOADS)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Diagnosed:
       layers: the layers that own params, in program order.
       norms: f32 (layers, steps), of the layers' gradients.
       nonfinite_gradients: f32 (layers, steps), how many elements of a gradient are not finite.
+      routers: the layers that have experts, in program order.
+      loads: f32 (LOADS, routers, steps): tokens of the expert with the most and of that with the fewest, in multiples
+        of the mean; and the share of unused experts.
     """
 
     steps: np.ndarray
@@ -50,10 +57,16 @@ class Diagnosed:
     layers: tuple[str, ...]
     norms: np.ndarray
     nonfinite_gradients: np.ndarray
+    routers: tuple[str, ...]
+    loads: np.ndarray
 
     def quantity(self, name: str) -> np.ndarray:
         """One of QUANTITIES, f32 (tensors, steps)."""
         return self.values[QUANTITIES.index(name)]
+
+    def load(self, name: str) -> np.ndarray:
+        """One of LOADS, f32 (routers, steps)."""
+        return self.loads[LOADS.index(name)]
 
     @property
     def broken_tensors(self) -> np.ndarray:
@@ -70,7 +83,7 @@ def sample_of(row: JsonObject) -> Sample:
     """A row of diagnostics.jsonl or events.jsonl as arrays; TypeError, KeyError, ValueError or OverflowError if it has
     another form.
     """
-    tensors, gradients = row.get("tensors") or [], row.get("gradients") or []
+    tensors, gradients, experts = (row.get(name) or [] for name in ("tensors", "gradients", "experts"))
     return Sample(
         step=row["step"],
         loss=number_of(row.get("loss")),
@@ -78,7 +91,22 @@ def sample_of(row: JsonObject) -> Sample:
         values=_table(tensors, QUANTITIES),
         layers=tuple(str(entry["layer"]) for entry in gradients),
         gradients=_table(gradients, ("norm", "nonfinite")),
+        routers=tuple(str(entry["layer"]) for entry in experts),
+        loads=_table([_loads(entry["fractions"]) for entry in experts], LOADS),
     )
+
+
+def _loads(fractions: list[float | None]) -> JsonObject:
+    """By name of LOADS; without an entry where not all shares of a layer's experts are known."""
+    shares = np.array([number_of(share) for share in fractions])
+    mean = shares.mean() if shares.size else 0.0
+    if not 0 < mean < np.inf:
+        return {}
+    return {
+        "busiest": float(shares.max() / mean),
+        "idlest": float(shares.min() / mean),
+        "unused": float(np.mean(shares < UNUSED * mean)),
+    }
 
 
 def number_of(value: float | None) -> float:
@@ -98,6 +126,7 @@ def gather(samples: Iterable[Sample]) -> Diagnosed:
     ordered = sorted({sample.step: sample for sample in samples}.values(), key=lambda sample: sample.step)
     places = tuple(dict.fromkeys(place for names in dict.fromkeys(s.places for s in ordered) for place in names))
     layers = tuple(dict.fromkeys(layer for names in dict.fromkeys(s.layers for s in ordered) for layer in names))
+    routers = tuple(dict.fromkeys(layer for names in dict.fromkeys(s.routers for s in ordered) for layer in names))
     if len(ordered) * max(len(places), len(layers)) > MOST_CELLS:
         raise ValueError(
             f"a report has room for {MOST_CELLS:,} tensors times steps, got {len(places):,} tensors and "
@@ -105,12 +134,14 @@ def gather(samples: Iterable[Sample]) -> Diagnosed:
         )
     values = np.full((len(QUANTITIES), len(places), len(ordered)), np.nan, np.float32)
     gradients = np.full((2, len(layers), len(ordered)), np.nan, np.float32)
+    loads = np.full((len(LOADS), len(routers), len(ordered)), np.nan, np.float32)
     for column, sample in enumerate(ordered):
         values[:, _rows(sample.places, places), column] = sample.values.T
         gradients[:, _rows(sample.layers, layers), column] = sample.gradients.T
+        loads[:, _rows(sample.routers, routers), column] = sample.loads.T
     steps = np.array([sample.step for sample in ordered], np.int64)
     losses = np.array([sample.loss for sample in ordered], float)
-    return Diagnosed(steps, losses, places, values, layers, *gradients)
+    return Diagnosed(steps, losses, places, values, layers, *gradients, routers=routers, loads=loads)
 
 
 def _rows(names: tuple[object, ...], all_names: tuple[object, ...]) -> slice | list[int]:
@@ -127,9 +158,11 @@ def bins(count: int, most: int) -> np.ndarray:
 
 
 def worst(values: np.ndarray, starts: np.ndarray, quantity: str) -> np.ndarray:
-    """The worst value of each bin, (rows, bins): the largest. For headroom it is the least if that is below 1, since
-    the tensor saturates then; else the largest.
+    """The worst value of each bin, (rows, bins): the largest, or of "idlest" the least. For headroom it is the least if
+    that is below 1, since the tensor saturates then; else the largest.
     """
+    if quantity == "idlest":
+        return np.fmin.reduceat(values, starts, axis=1)
     largest = np.fmax.reduceat(values, starts, axis=1)
     if quantity != "headroom":
         return largest

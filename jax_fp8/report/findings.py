@@ -1,5 +1,6 @@
 """All findings of a run's folder, the worst first."""
 
+from jax_fp8.report.expert_checks import check_experts
 from jax_fp8.report.finding import LEVELS, Finding
 from jax_fp8.report.run_folder import Event, RunFolder
 from jax_fp8.report.step_checks import check_events, check_finite, check_jumps, check_loss
@@ -25,7 +26,7 @@ def _find_in(folder: RunFolder, run: str, events: list[Event]) -> list[Finding]:
         found += check_finite(diagnosed)
     found += check_events(events)
     if diagnosed is not None:
-        found += [*check_tensors(diagnosed), *check_jumps(diagnosed)]
+        found += [*check_tensors(diagnosed), *check_jumps(diagnosed), *check_experts(diagnosed)]
     if metrics is not None:
         found += check_loss(metrics)
     return found

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_fp8.report.diagnosed import QUANTITIES, Diagnosed, bins, worst
+from jax_fp8.report.diagnosed import LOADS, QUANTITIES, Diagnosed, bins, worst
 from jax_fp8.report.formatting import number, percent, tensor_word
 from jax_fp8.report.run_format import JsonObject
 from jax_fp8.report.step_checks import norm_ratios
@@ -63,6 +63,14 @@ TENSOR_SCALES = (
     Scale("error", "Error", ERROR_BOUNDS, HEAT, _labels(ERROR_BOUNDS, percent)),
     Scale("headroom", "Headroom", HEADROOM_BOUNDS, AROUND, _labels(HEADROOM_BOUNDS, number)),
 )
+BUSIEST_BOUNDS = (2, 3, 4, 6, 10, 20)
+IDLEST_BOUNDS = (0.05, 0.2, 0.5)
+LOAD_SCALES = (
+    Scale("busiest", "Busiest", BUSIEST_BOUNDS, HEAT, _labels(BUSIEST_BOUNDS, _times)),
+    Scale("idlest", "Idlest", IDLEST_BOUNDS, AROUND[:4], _labels(IDLEST_BOUNDS, _times)),
+    _of_shares("unused", "Unused"),
+)
+LOAD_UNITS = {"busiest": "times", "idlest": "times", "unused": "percent"}
 RATIO_COLORS = ("high1", "high0", "even", "low0", "low1", "low2")
 UNITS = {name: "percent" for name in ("saturated", "underflowed", "nonfinite", "error")} | {"overall": "times"}
 
@@ -93,6 +101,15 @@ def gradient_map(diagnosed: Diagnosed) -> JsonObject:
     rows = [[layer, ""] for layer in diagnosed.layers]
     broken = np.maximum.reduceat(diagnosed.broken_gradients, starts, axis=1)
     return _map(diagnosed, starts, rows, scales, values, broken) | {"units": {"ratio": "times", "nonfinite": "count"}}
+
+
+def load_map(diagnosed: Diagnosed) -> JsonObject:
+    """The data from which page.js draws the map of how evenly experts are used."""
+    starts = _columns(diagnosed, len(diagnosed.routers))
+    values = {name: worst(diagnosed.load(name), starts, name) for name in LOADS}
+    rows = [[layer, ""] for layer in diagnosed.routers]
+    broken = np.zeros((len(rows), len(starts)), bool)
+    return _map(diagnosed, starts, rows, LOAD_SCALES, values, broken) | {"units": LOAD_UNITS}
 
 
 def _columns(diagnosed: Diagnosed, rows: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from pathlib import Path
 from jax_fp8.core.files import read_text, write_bytes
 from jax_fp8.report.findings import find
 from jax_fp8.report.heading import heading, tiles
-from jax_fp8.report.maps import gradient_map, tensor_map
+from jax_fp8.report.maps import gradient_map, load_map, tensor_map
 from jax_fp8.report.run_folder import RunFolder, read_run
 from jax_fp8.report.sections import (
     charts_section,
@@ -26,6 +26,11 @@ ABOUT_TENSORS = (
     "that are too small, and become zero. <b>Error</b>: the error of the tensor in FP8, as a relative root mean "
     "square. <b>Headroom</b>: the largest number that the scale can hold, divided by the amax; below 1 the tensor "
     "saturates. <b>Overall</b>: the worst of the first three, as a multiple of its threshold for a finding."
+)
+ABOUT_LOADS = (
+    "How evenly a layer uses its experts. <b>Busiest</b>: the tokens of the expert with the most, as a multiple of the "
+    "mean. <b>Idlest</b>: the same of the expert with the fewest. <b>Unused</b>: the share of experts with less than a "
+    "sixteenth of the mean."
 )
 ABOUT_GRADIENTS = "The norm of each layer's gradient, and its ratio to the median of earlier diagnosed steps."
 
@@ -84,4 +89,8 @@ def _diagnosed_sections(folder: RunFolder) -> list[str]:
         if diagnosed.layers:
             data = gradient_map(diagnosed)
             sections.append(map_section(f"Gradient norms{of_run}", ABOUT_GRADIENTS, f"gradients of {run}", data))
+        if diagnosed.routers:
+            sections.append(
+                map_section(f"Load of experts{of_run}", ABOUT_LOADS, f"experts of {run}", load_map(diagnosed))
+            )
     return sections

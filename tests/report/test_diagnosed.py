@@ -57,6 +57,25 @@ def test_null_is_unknown_and_what_is_not_finite_is_told_from_it():
     assert diagnosed.broken_gradients.ravel().tolist() == [True, True, False, True, False]
 
 
+def test_loads_are_multiples_of_the_mean():
+    """Also where shares do not add up to 1, for they are the largest over microbatches."""
+    shares = {
+        "even": [0.25, 0.25, 0.25, 0.25],
+        "uneven": [0.6, 0.6, 0.37, 0.03],
+        "one": [1.0, 0.0, 0.0, 0.0],
+        "unknown": [0.5, None, 0.25, 0.25],
+        "none": [0.0, 0.0, 0.0, 0.0],
+    }
+    row = {"step": 1, "experts": [{"layer": name, "fractions": of} for name, of in shares.items()]}
+    later = {"step": 2, "experts": row["experts"][:1]}
+    diagnosed = gather(map(sample_of, [later, row, {"step": 3}]))
+    assert diagnosed.routers == tuple(shares)
+    np.testing.assert_allclose(diagnosed.load("busiest")[:, 0], [1, 1.5, 4, np.nan, np.nan])
+    np.testing.assert_allclose(diagnosed.load("idlest")[:, 0], [1, 0.075, 0, np.nan, np.nan], rtol=1e-6)
+    np.testing.assert_allclose(diagnosed.load("unused")[:, 0], [0, 0, 0.75, np.nan, np.nan])
+    np.testing.assert_allclose(diagnosed.load("busiest")[0], [1, 1, np.nan])
+
+
 def test_bins_cover_all_columns():
     assert bins(5, 240).tolist() == [0, 1, 2, 3, 4]
     starts = bins(2000, 240)

@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 import pytest
-from run_logs import freeze, healthy
+from run_logs import freeze, healthy, with_experts
 
-from jax_fp8.report.diagnosed import QUANTITIES, Diagnosed, gather, sample_of
-from jax_fp8.report.maps import COLUMNS, encode, gradient_map, tensor_map
+from jax_fp8.report.diagnosed import LOADS, QUANTITIES, Diagnosed, gather, sample_of
+from jax_fp8.report.maps import COLUMNS, encode, gradient_map, load_map, tensor_map
 
 
 def decode(text: str) -> np.ndarray:
@@ -41,9 +41,21 @@ def test_a_map_has_rows_columns_and_exact_values():
         np.testing.assert_allclose(decode(drawn["values"][name]), diagnosed.quantity(name).ravel(), rtol=2e-5)
 
 
+def test_a_map_of_loads_keeps_the_busiest_and_the_idlest_of_a_bin():
+    log = with_experts(healthy(count=2000))
+    log.diagnostics[1234]["experts"][1]["fractions"] = [0.7, 0.1, 0.2, 0.0]
+    drawn = load_map(gather(map(sample_of, log.diagnostics)))
+    assert drawn["rows"] == [["h_0/mlp", ""], ["h_1/mlp", ""]] and len(drawn["columns"]) == COLUMNS
+    found = {name: decode(drawn["values"][name]).reshape(2, -1) for name in LOADS}
+    column = next(i for i, (first, last) in enumerate(drawn["columns"]) if first <= 12_350 <= last)
+    np.testing.assert_allclose([found[name][1, column] for name in LOADS], [2.8, 0, 0.25], rtol=1e-4)
+    assert np.delete(found["busiest"], column, axis=1).max() < 1.5 and found["unused"][0].max() == 0
+    assert not drawn["quiet"] and load_map(gather(map(sample_of, with_experts(healthy()).diagnostics)))["quiet"]
+
+
 def test_every_scale_has_a_color_and_a_label_for_each_class():
-    diagnosed = gather(map(sample_of, healthy(count=12).diagnostics))
-    for drawn in (tensor_map(diagnosed), gradient_map(diagnosed)):
+    diagnosed = gather(map(sample_of, with_experts(healthy(count=12)).diagnostics))
+    for drawn in (tensor_map(diagnosed), gradient_map(diagnosed), load_map(diagnosed)):
         for scale in drawn["scales"]:
             assert len(scale["colors"]) == len(scale["labels"]) == len(scale["bounds"]) + 1
             assert list(scale["bounds"]) == sorted(set(scale["bounds"])) and scale["name"] in drawn["values"]
@@ -77,7 +89,8 @@ def large(layers: int, count: int) -> Diagnosed:
     places = tuple((name, tensor) for name in names for tensor in ("input", "kernel", "output_gradient"))
     values = generator.random((len(QUANTITIES), len(places), count), np.float32)
     norms = generator.random((len(names), count), np.float32)
-    return Diagnosed(np.arange(count), np.ones(count), places, values, names, norms, np.zeros_like(norms))
+    loads = np.zeros((len(LOADS), 0, count))
+    return Diagnosed(np.arange(count), np.ones(count), places, values, names, norms, np.zeros_like(norms), (), loads)
 
 
 @pytest.mark.parametrize("layers", [24, 128])

@@ -10,6 +10,7 @@ from jax_fp8.models.config import GPTConfig
 OF_GPT2 = "transformer."  # the prefix of tensor names, which files of GPT-2 without a head lack
 EMBEDDINGS = {"rotary": "model.embed_tokens.weight", "learned": f"{OF_GPT2}wte.weight"}  # by positions
 LAYERS = "model.layers."
+MOST_DIGITS = 10  # of the number of a layer; a stranger's file may have thousands, which int() refuses
 # Buffers that some files have and no model needs: frequencies of rotary positions, masks of GPT-2.
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -31,7 +32,7 @@ def without_predictions(
 
     def is_prediction(name: str) -> bool:
         number = name.removeprefix(LAYERS).split(".")[0] if name.startswith(LAYERS) else ""
-        return number.isdecimal() and layers <= int(number) < ends
+        return number.isdecimal() and len(number) < MOST_DIGITS and layers <= int(number) < ends
 
     return {name: tensor for name, tensor in tensors.items() if not is_prediction(name)}
 

@@ -101,6 +101,9 @@ def test_correction_biases_stay_float32(folder_of, tmp_path):
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     tensors, described = tensors_of("glm"), oracle.CASES["glm"]
     beyond = {name.replace("layers.1.", "layers.2."): array for name, array in tensors.items() if "layers.1." in name}
+    with pytest.raises(ValueError, match=r"got also model\.layers\.9999.*, of another model"):
+        strange = {f"model.layers.{'9' * 5000}.weight": np.ones(1, np.float32)}
+        fp8.load_huggingface(oracle.write_folder(tmp_path / "strange", described, tensors | strange))
     beyond["model.layers.2.eh_proj.weight"] = np.ones((48, 96), np.float32)
     for predicted, number in (({"num_nextn_predict_layers": 1}, 1), ({}, 1), ({"num_nextn_predict_layers": 0}, 0)):
         kept = {name: value for name, value in described.items() if name != "num_nextn_predict_layers"}

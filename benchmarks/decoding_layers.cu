@@ -217,7 +217,7 @@ void print_times(Token& token, const Model& model, int rows) {
 void search(Token& token, const Model& model, int rows) {
   // Along the rows of b, and along k.
   const int of_warps[][2] = {{1, 8}, {1, 16}, {2, 4}, {2, 8}, {4, 2}, {4, 4}};
-  const int of_warpgroups[][2] = {{4, 1}, {4, 2}, {4, 4}, {8, 1}, {8, 2}};
+  const int of_warpgroups[][2] = {{4, 1}, {4, 2}, {4, 4}, {8, 1}, {8, 2}, {9, 1}};  // 9 stands for 16
   std::vector<std::array<int, 3>> warps;  // with tiles
   if (rows <= few_rows_gemm::kMostPreparedRows) {
     for (const auto& [n, k] : of_warps) warps.push_back({2, n, k});

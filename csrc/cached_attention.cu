@@ -42,45 +42,57 @@ int log2_blocks_of(int64_t heads, int64_t slots, int multiprocessors, int reside
   return log2_blocks;
 }
 
-template <typename C, typename T, int kWidth>
-cudaError_t launch(Call<C, T> call, int64_t heads, cudaStream_t stream) {
-  constexpr bool kIsFloat = std::is_same_v<C, float>;
-  constexpr int kMostHeads = kIsFloat ? kMostQueriesOfFloats : kMostQueriesOfProducts;
-  constexpr size_t kQueryBytes = sizeof(float) * kWarps<kWidth> * kPartWidth<kWidth>;  // of shared memory
-  const auto launch_with = [&](auto kernel, int kernel_heads) {
-    Clusters clusters{
-        .blocks = 0,
-        .blocks_per_cluster = 0,
-        .threads = kThreads<kWidth>,
-        .shared_bytes = kQueryBytes * std::min(call.sizes.queries, kernel_heads),
-    };
-    call.tiles = static_cast<int>(divide_up(call.sizes.queries, kernel_heads));
-    heads *= call.tiles;
-    bool found = false;
-    int multiprocessors = 0;
-    cudaError_t status = allow_shared_bytes(kernel, static_cast<int>(kQueryBytes * kernel_heads));
-    if (status == cudaSuccess) status = find_clusters(kernel, found);
-    if (status == cudaSuccess) status = find_multiprocessors(multiprocessors);
-    call.log2_blocks = log2_blocks_of(heads, found ? call.sizes.slots : 0, multiprocessors, kResident<C, kWidth>);
-    // Clusters that do not all find room at once are halved: the last ones would run almost alone.
-    int room = 0;
-    for (; status == cudaSuccess && call.log2_blocks > 0 && room < heads; call.log2_blocks -= room < heads) {
-      clusters.blocks_per_cluster = 1u << call.log2_blocks;
-      clusters.blocks = heads << call.log2_blocks;
-      status = ClusterLaunch(clusters, stream).find_room(kernel, room);
-    }
-    if (status != cudaSuccess) return status;
-    clusters.blocks_per_cluster = call.log2_blocks == 0 ? 0 : 1u << call.log2_blocks;
-    clusters.blocks = heads << call.log2_blocks;
-    // Blocks that begin when others have ended find no kernel before still running, and would ask for all twice.
-    const bool begin_at_once = clusters.blocks <= int64_t{multiprocessors} * kResident<C, kWidth>;
-    call.asks_early = call.asks_early && found && begin_at_once;
-    return ClusterLaunch(clusters, stream, found ? Begins::kEarly : Begins::kInTurn)(kernel, call);
+template <typename C, typename T, int kWidth, int kHeads, int kWarps>
+cudaError_t launch_kernel(Call<C, T> call, int64_t heads, int multiprocessors, cudaStream_t stream) {
+  const auto kernel = attend_kernel<C, T, kWidth, kHeads, kWarps>;
+  constexpr size_t kQueryBytes = sizeof(float) * kWarps * kPartWidth<kWidth>;  // of shared memory
+  constexpr int kAtOnce = kResident<C, kWidth, kWarps>;
+  Clusters clusters{
+      .blocks = 0,
+      .blocks_per_cluster = 0,
+      .threads = kWarps * kWarp,
+      .shared_bytes = kQueryBytes * std::min(call.sizes.queries, kHeads),
   };
-  if constexpr (kIsFloat) {
-    if (call.sizes.queries == 1) return launch_with(attend_kernel<C, T, kWidth, 1>, 1);
+  call.tiles = static_cast<int>(divide_up(call.sizes.queries, kHeads));
+  heads *= call.tiles;
+  bool found = false;
+  cudaError_t status = allow_shared_bytes(kernel, static_cast<int>(kQueryBytes * kHeads));
+  if (status == cudaSuccess) status = find_clusters(kernel, found);
+  call.log2_blocks = log2_blocks_of(heads, found ? call.sizes.slots : 0, multiprocessors, kAtOnce);
+  // Clusters that do not all find room at once are halved: the last ones would run almost alone.
+  int room = 0;
+  for (; status == cudaSuccess && call.log2_blocks > 0 && room < heads; call.log2_blocks -= room < heads) {
+    clusters.blocks_per_cluster = 1u << call.log2_blocks;
+    clusters.blocks = heads << call.log2_blocks;
+    status = ClusterLaunch(clusters, stream).find_room(kernel, room);
   }
-  return launch_with(attend_kernel<C, T, kWidth, kMostHeads>, kMostHeads);
+  if (status != cudaSuccess) return status;
+  clusters.blocks_per_cluster = call.log2_blocks == 0 ? 0 : 1u << call.log2_blocks;
+  clusters.blocks = heads << call.log2_blocks;
+  // Blocks that begin when others have ended find no kernel before still running, and would ask for all twice. Many
+  // heads use all that memory brings anyway.
+  const bool begin_at_once = kWarps == kMostWarps<kWidth> && clusters.blocks <= int64_t{multiprocessors} * kAtOnce;
+  call.asks_early = call.asks_early && found && begin_at_once;
+  return ClusterLaunch(clusters, stream, found ? Begins::kEarly : Begins::kInTurn)(kernel, call);
+}
+
+template <typename C, typename T, int kWidth>
+cudaError_t launch(const Call<C, T>& call, int64_t heads, cudaStream_t stream) {
+  constexpr bool kIsFloat = std::is_same_v<C, float>;
+  constexpr int kHeads = kIsFloat ? kMostQueriesOfFloats : kMostQueriesOfProducts, kWarps = kMostWarps<kWidth>;
+  int multiprocessors = 0;
+  const cudaError_t status = find_multiprocessors(multiprocessors);
+  if (status != cudaSuccess) return status;
+  if constexpr (kIsFloat) {
+    if (call.sizes.queries == 1) return launch_kernel<C, T, kWidth, 1, kWarps>(call, heads, multiprocessors, stream);
+  }
+  if constexpr (kIsFp8<C> && kWidth <= 128) {
+    const int64_t at_once = int64_t{multiprocessors} * kResident<C, kWidth, kWarps>;
+    if (heads * divide_up(call.sizes.queries, kHeads) > at_once) {
+      return launch_kernel<C, T, kWidth, kHeads, kWarpsOfManyHeads>(call, heads, multiprocessors, stream);
+    }
+  }
+  return launch_kernel<C, T, kWidth, kHeads, kWarps>(call, heads, multiprocessors, stream);
 }
 
 template <typename C, typename T>

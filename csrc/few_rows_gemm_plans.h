@@ -16,6 +16,11 @@ struct Device {
   bool has_warpgroups;
 };
 
+// Rows of b that a block may have.
+inline int most_block_rows(const Problem& problem, Way way) {
+  return way == Way::kWarpgroups && problem.scaling == Scaling::kOne ? kMostBlockRows : kSquareRows;
+}
+
 inline int element_bytes(const Problem& problem) { return problem.a_is_bfloat16 ? 2 : 1; }
 
 // Of rows that a kernel of their own prepares, the product knows nothing.
@@ -39,6 +44,11 @@ inline int64_t blocks_of(const Problem& problem, const Plan& plan) {
 
 constexpr int kMostRingBytes = 192 * 1024;
 constexpr int kRingBytesOfTwo = 64 * 1024;  // of each of two blocks on a multiprocessor
+
+// Whether two blocks have room on a multiprocessor.
+inline bool two_fit(const Problem& problem, const Plan& plan, const Device& device) {
+  return layout_of(problem, plan).bytes <= device.shared_bytes / 2 - 1024;
+}
 
 // The way that a device has for a product, with warpgroups if they are wanted and possible.
 inline Way way_of(const Problem& problem, const Device& device, bool wants_warpgroups = true) {
@@ -94,7 +104,7 @@ inline std::optional<Plan> with_phases(const Problem& problem, Plan plan, const 
 inline std::optional<Plan> with_boxes(const Problem& problem, const Plan& plan, const Device& device) {
   if (blocks_of(problem, plan) > device.processors) {
     const auto found = with_phases(problem, with_ring(problem, plan, kRingBytesOfTwo), device);
-    if (found && layout_of(problem, *found).bytes <= device.shared_bytes / 2 - 1024) return found;
+    if (found && two_fit(problem, *found, device)) return found;
   }
   for (const int step_chunks : {0, 1}) {
     Plan tried = plan;
@@ -109,7 +119,7 @@ inline std::optional<Plan> with_boxes(const Problem& problem, const Plan& plan, 
 
 // A plan by its digits: stages, chunks of a step and two of the steps of a phase (0: chosen here), cluster, row_tiles,
 // row_warps and two of depth_warps. 12204 is no cluster, two tiles for each warp, two warps along the rows of b, and
-// four along k. One tile and four or eight warps along the rows of b are one or two warpgroups.
+// four along k. One tile and four or eight warps along the rows of b are one or two warpgroups; nine stand for sixteen.
 inline std::optional<Plan> plan_by_digits(const Problem& problem, const Device& device) {
   const int digits = problem.config;
   Plan plan{.row_tiles = digits / 1000 % 10,
@@ -122,15 +132,17 @@ inline std::optional<Plan> plan_by_digits(const Problem& problem, const Device& 
             .stages = digits / 100'000'000,
             .way = Way::kLanes};
   plan.way = way_of(problem, device, plan.row_tiles == 1 && plan.row_warps >= 4);
+  if (plan.row_warps == 9) plan.row_warps = 16;
   const int groups = row_groups_of(problem.m);
   const auto is_power = [](int number, int most) {
     return number > 0 && number <= most && (number & (number - 1)) == 0;
   };
   const bool has_tiles = plan.way == Way::kWarpgroups || plan.row_tiles == 2 || (groups <= 2 && !problem.gated);
-  const bool is_good = has_tiles && is_power(plan.row_tiles, 2) && is_power(plan.row_warps, 8) &&
+  const bool is_good = has_tiles && is_power(plan.row_tiles, 2) && is_power(plan.row_warps, 16) &&
                        plan.depth_warps > 0 && is_power(plan.cluster, kMostCluster) &&
                        (plan.boxed() ? plan.stages <= kMostStages : plan.stages == 0 && plan.step_chunks <= 1) &&
-                       plan.block_rows() <= kMostBlockRows && plan.threads() <= most_threads(groups, plan.way);
+                       plan.block_rows() <= most_block_rows(problem, plan.way) &&
+                       plan.threads() <= most_threads(groups, plan.way, problem.scaling);
   if (!is_good) return std::nullopt;
   plan = with_ring(problem, plan);
   if (plan.phase_steps == 0 || plan.boxed()) return with_phases(problem, plan, device);
@@ -199,40 +211,55 @@ inline std::optional<Plan> plan_of_boxes(const Problem& problem, const Device& d
 // this one still runs.
 constexpr int kThirdRing = 72 * 1024, kSmallRing = 112 * 1024, kLargeRing = 152 * 1024, kWholeRing = 168 * 1024;
 constexpr int kRowsOfLargeCluster = 16;  // of a: with more, sending their sums takes longer than reading k
+constexpr int kGroupsOfMany = 8;         // rows of a, eight by eight: every block reads them, so blocks are large
 
-// With warpgroups. By searches on an H200 through the plans of whole layers of 1.3B and of 8B, with 1 to 64 rows: where
-// n and k leave half of the multiprocessors idle, blocks share k. Where few blocks have a short k, they ask for all of
-// it at once. Else two warpgroups share k; and where blocks do not all run at once, they are of 128 rows of b.
+// With warpgroups. By searches on an H200 through the plans of whole layers of three models, with 1 to 64 rows: where n
+// and k leave half of the multiprocessors idle, blocks share k. Where few blocks have a short k, they ask for all of it
+// at once. Else two warpgroups share k, and two blocks a multiprocessor. Where still more blocks would not all run at
+// once, they are of 128 rows of b, or with many rows of a, of 256.
 inline std::optional<Plan> plan_of_warpgroups(const Problem& problem, const Device& device) {
   const int64_t chunks = divide_up(problem.k, kChunk);
   const int groups = row_groups_of(problem.m);
   Plan plan{.row_tiles = 1, .row_warps = 4, .depth_warps = 2, .cluster = 1, .phase_steps = 1, .ahead = 1,
             .step_chunks = 2, .stages = 0, .way = Way::kWarpgroups};
   const auto blocks = [&] { return blocks_of(problem, plan); };
-  const bool is_few = problem.m <= kRowsOfLargeCluster;
-  const int most_blocks = is_few ? kMostCluster : 2, fewest_chunks = is_few ? 32 : 16;
+  const bool is_few = problem.m <= kRowsOfLargeCluster, is_some = problem.m > 4 && groups == 1;
+  const bool is_many = groups >= kGroupsOfMany;
+  const int most_blocks = is_few ? kMostCluster : 2, fewest_chunks = is_few ? 32 : is_many ? 64 : 16;
   while (plan.cluster < most_blocks && 2 * blocks() <= device.processors && chunks >= fewest_chunks * plan.cluster) {
     plan.cluster *= 2;
   }
   const int64_t own_chunks = divide_up(chunks, plan.cluster);
   const bool leaves_room = 5 * blocks() <= 4 * device.processors;
   const int64_t all_bytes = own_chunks * (plan.block_rows() + groups * 8) * kChunk;
-  int bytes = groups == 8 ? kMostRingBytes : own_chunks <= 16 && !leaves_room ? kSmallRing : kLargeRing;
-  if (blocks() > device.processors) {
-    plan.row_warps = 8;
-    const bool is_third = blocks() > device.processors;  // of what runs on a multiprocessor at once
-    bytes = is_third ? kThirdRing : kSmallRing;
-    if (!is_third || plan.step_bytes(groups) > bytes) plan.step_chunks = 1;
-    if (is_third && plan.step_chunks == 1) plan.depth_warps = 1;
+  // Not all clusters of four or more find room at once, unless a multiprocessor has room for two of their blocks.
+  bool wants_two = plan.cluster > 2 && !leaves_room;
+  int bytes = is_many ? kMostRingBytes : own_chunks <= 16 && !leaves_room ? kSmallRing : kLargeRing;
+  if (blocks() > device.processors && blocks() <= 2 * device.processors) {
+    wants_two = !is_many;
+    if (is_many) plan.row_warps = 8;
+  } else if (blocks() > device.processors && is_many && most_block_rows(problem, plan.way) == kMostBlockRows) {
+    plan.row_warps = 16, plan.depth_warps = plan.step_chunks = 1;
+  } else if (blocks() > device.processors) {
+    plan.row_warps = 8, bytes = kThirdRing;  // of what runs on a multiprocessor at once
+    if (plan.step_bytes(groups) > bytes) plan.depth_warps = plan.step_chunks = 1;
+  } else if (is_some && plan.cluster > 2) {
+    plan.cluster = kMostCluster, plan.depth_warps = 1;
+    bytes = kRingBytesOfTwo;
+  } else if (is_some && plan.cluster == 1 && !leaves_room) {
+    plan.step_chunks = 4, bytes = kLargeRing;
   } else if (leaves_room && all_bytes <= kWholeRing) {
     plan.depth_warps = own_chunks >= 4 ? 4 : own_chunks >= 2 ? 2 : 1;
     plan.step_chunks = static_cast<int>(std::min<int64_t>(4, divide_up(own_chunks, plan.depth_warps)));
     bytes = kWholeRing;
   }
   for (; plan.depth_warps > 0; plan.depth_warps /= 2) {
-    if (plan.threads() > most_threads(groups, plan.way)) continue;
-    for (Plan tried = with_ring(problem, plan, bytes); tried.stages > 0; --tried.stages) {
-      if (const auto found = with_phases(problem, tried, device)) return found;
+    if (plan.threads() > most_threads(groups, plan.way, problem.scaling)) continue;
+    for (const bool needs_two : {wants_two, false}) {
+      for (Plan tried = with_ring(problem, plan, bytes); tried.stages > 0; --tried.stages) {
+        const auto found = with_phases(problem, tried, device);
+        if (found && (!needs_two || two_fit(problem, *found, device))) return found;
+      }
     }
   }
   return std::nullopt;

@@ -44,19 +44,26 @@ __device__ inline void arrive_in_block(Barrier& barrier, int block) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
-// Sends two words to the same address in another block of the cluster, and counts eight bytes at that block's
+// Sends two or four words to the same address in another block of the cluster, and counts their bytes at that block's
 // `barrier`. It publishes nothing else, and so waits for nothing.
 template <typename T>
-__device__ inline void send(const T& pair, T* shared, Barrier& barrier, int block) {
-  static_assert(sizeof(T) == 8 && alignof(T) == 8);
-  const auto* words = reinterpret_cast<const uint32_t*>(&pair);
+__device__ inline void send(const T& value, T* shared, Barrier& barrier, int block) {
+  static_assert((sizeof(T) == 8 || sizeof(T) == 16) && alignof(T) == sizeof(T));
+  const auto* words = reinterpret_cast<const uint32_t*>(&value);
   uint32_t there, barrier_there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(block));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(shared_address(&barrier)), "r"(block));
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
-               :
-               : "r"(there), "r"(words[0]), "r"(words[1]), "r"(barrier_there)
-               : "memory");
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :
+                 : "r"(there), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(barrier_there)
+                 : "memory");
+  } else {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
+                 :
+                 : "r"(there), "r"(words[0]), "r"(words[1]), "r"(barrier_there)
+                 : "memory");
+  }
 }
 
 // Whether the phase has ended. The hardware may wait for a while before it answers no.

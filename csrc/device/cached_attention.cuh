@@ -24,18 +24,18 @@
 
 namespace jax_fp8::cached_attention {
 
-template <typename C, typename T, int kWidth, int kHeads>
+template <typename C, typename T, int kWidth, int kHeads, int kWarps>
 struct WalkFor {
-  using Type = Walk<C, T, kWidth, kHeads>;
+  using Type = Walk<C, T, kWidth, kHeads, kWarps>;
 };
-template <int kWidth, int kHeads>
-struct WalkFor<float, float, kWidth, kHeads> {
-  using Type = FloatWalk<kWidth, kHeads>;
+template <int kWidth, int kHeads, int kWarps>
+struct WalkFor<float, float, kWidth, kHeads, kWarps> {
+  using Type = FloatWalk<kWidth, kHeads, kWarps>;
 };
 
 // head_dim is at most kWidth, and more than half of it unless kWidth is 64.
-template <typename C, typename T, int kWidth, int kHeads>
-__global__ void __launch_bounds__(kThreads<kWidth>, kResident<C, kWidth>) attend_kernel(Call<C, T> call) {
+template <typename C, typename T, int kWidth, int kHeads, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarp, kResident<C, kWidth, kWarps>) attend_kernel(Call<C, T> call) {
   extern __shared__ float4 parts[];  // [kWarps, queries, kPartWidth] floats
   __shared__ Shared<C, T, kWidth, kHeads> shared;
   let_next_kernel_begin();
@@ -47,11 +47,11 @@ __global__ void __launch_bounds__(kThreads<kWidth>, kResident<C, kWidth>) attend
   const Seen seen = seen_by(length, step, call.sizes);
   const int first = first_of(seen, part.block), end = first_of(seen, part.block + 1);
   if (call.asks_early) ask_for_slots(call, part, seen, first, end);
-  const Results<C, T, kWidth, kHeads> results(call, part, shared);
+  const Results<C, T, kWidth, kHeads, kWarps> results(call, part, shared);
   const int64_t slot = int64_t{part.head} * call.sizes.slots + seen.first;
   const Rows<C> keys(call.keys, call.key_scales, slot, call.sizes.head_dim, end);
   const Rows<C> values(call.values, call.value_scales, slot, call.sizes.head_dim, end);
-  typename WalkFor<C, T, kWidth, kHeads>::Type walk(call, seen, keys, values, first);
+  typename WalkFor<C, T, kWidth, kHeads, kWarps>::Type walk(call, seen, keys, values, first);
   wait_for_kernels_before();
   const int warp = static_cast<int>(threadIdx.x) / kWarp, token_rows = TokenRows(part).count;
   TokenRow<T, kWidth> fetched;
@@ -60,13 +60,13 @@ __global__ void __launch_bounds__(kThreads<kWidth>, kResident<C, kWidth>) attend
 #pragma unroll 1
   for (int row = warp; row < token_rows;) {
     put_row(call, part, seen.own, row, fetched, shared);
-    row += kWarps<kWidth>;
+    row += kWarps;
     if (row < token_rows) fetched = fetch_row<kWidth>(call, part, row);
   }
   __syncthreads();
   if (part.sees_token()) {
 #pragma unroll 1
-    for (int h = warp; h < part.queries; h += kWarps<kWidth>) {
+    for (int h = warp; h < part.queries; h += kWarps) {
       const float logit = call.logits.of(own_product(shared, h));
       if (threadIdx.x % kWarp == 0) shared.own_logits[h] = logit;
     }

@@ -12,12 +12,17 @@ namespace jax_fp8::cached_attention {
 
 // Of a block. kWidth is 64, 128 or 256: the features of a head, rounded up.
 template <int kWidth>
-constexpr int kThreads = kWidth == 256 ? 256 : 192;
-template <int kWidth>
-constexpr int kWarps = kThreads<kWidth> / kWarp;
+constexpr int kMostWarps = kWidth == 256 ? 8 : 6;
+// With more heads than run at once, a tile in FP8 takes longer to use than to load. Then small blocks are faster: more
+// warps share a multiprocessor.
+constexpr int kWarpsOfManyHeads = 4;
+
 // Blocks that the registers of a multiprocessor must allow.
-template <typename C, int kWidth>
-constexpr int kResident = kWidth == 256 ? 1 : kWidth == 128 || sizeof(C) == 4 ? 2 : 3;
+template <typename C, int kWidth, int kWarps>
+constexpr int kResident = kWidth == 256                  ? 1
+                          : kWarps == kWarpsOfManyHeads ? (kWidth == 128 ? 4 : 5)
+                          : kWidth == 128 || sizeof(C) == 4 ? 2
+                                                            : 3;
 
 constexpr int kMostLog2Blocks = 4;  // of a cluster
 constexpr int kMostBlocks = 1 << kMostLog2Blocks;

@@ -208,7 +208,7 @@ __device__ inline void leave_groups(Running<kLanes, kHeads>& running, int querie
 // ---- the block's slots ----------------------------------------------------------------------------------------------
 
 // The first batch is loaded before the new token, and the rest follows.
-template <int kWidth, int kHeads>
+template <int kWidth, int kHeads, int kWarps>
 class FloatWalk {
  public:
   __device__ FloatWalk(const Call<float, float>& call, const Seen& seen, const Rows<float>& of_keys,
@@ -226,7 +226,7 @@ class FloatWalk {
     Running<kLanes, kHeads> running;
     running.start();
     while (first_ < of_keys_.end) {
-      const int next = first_ + kWarps<kWidth> * Lanes::kBatch;
+      const int next = first_ + kWarps * Lanes::kBatch;
       const float product = multiply_batch<kLanes>(query, keys_);
       load_batch<kLanes, kHeads>(of_keys_, seen_, next, keys_);
       const float weight = weigh_batch(running, call_.logits, first_, of_keys_.end, product);

@@ -28,7 +28,7 @@ struct PairSoftmax {
 
 // The results of a block: its queries, in pairs of neighbouring features. The blocks of a cluster take turns at
 // receiving the sums of a pair.
-template <typename C, typename T, int kWidth, int kHeads>
+template <typename C, typename T, int kWidth, int kHeads, int kWarps>
 class Results {
  public:
   // Begins the barrier of what the block receives.
@@ -50,14 +50,14 @@ class Results {
   __device__ void write(const float* parts) const {
     const int pairs = part_.queries * kRowPairs, first = static_cast<int>(threadIdx.x);
     if (call_.log2_blocks == 0) {
-      for (int pair = first; pair < pairs; pair += kThreads<kWidth>) write_pair(pair, combine_warps(parts, pair));
+      for (int pair = first; pair < pairs; pair += kThreads) write_pair(pair, combine_warps(parts, pair));
       return;
     }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     wait_for_cluster();  // all have begun their barriers
-    for (int pair = first; pair < pairs; pair += kThreads<kWidth>) send_pair(pair, combine_warps(parts, pair));
+    for (int pair = first; pair < pairs; pair += kThreads) send_pair(pair, combine_warps(parts, pair));
     wait(shared_.arrived, 0);
-    for (int item = first; item < pairs; item += kThreads<kWidth>) {
+    for (int item = first; item < pairs; item += kThreads) {
       const int pair = item - block_of(item) + part_.block;
       const PairSoftmax combined = combine_blocks(item, pair / kRowPairs);
       if (block_of(item) == 0) write_pair(pair, combined);
@@ -66,7 +66,7 @@ class Results {
   }
 
  private:
-  static constexpr int kRowPairs = kWidth / 2;
+  static constexpr int kThreads = kWarps * kWarp, kRowPairs = kWidth / 2;
   static constexpr bool kMayCast = std::is_same_v<T, BFloat16>;
   static_assert(kRowPairs % kMostBlocks == 0);
 
@@ -80,9 +80,9 @@ class Results {
     const int h = pair / kRowPairs, feature = pair % kRowPairs * 2;
     PairSoftmax all{part_.sees_token() ? fmaxf(kLowest, shared_.own_logits[h]) : kLowest, 0.0f, {0.0f, 0.0f}};
 #pragma unroll
-    for (int warp = 0; warp < kWarps<kWidth>; ++warp) all.largest = fmaxf(all.largest, shared_.largest[warp][h]);
+    for (int warp = 0; warp < kWarps; ++warp) all.largest = fmaxf(all.largest, shared_.largest[warp][h]);
 #pragma unroll
-    for (int warp = 0; warp < kWarps<kWidth>; ++warp) {
+    for (int warp = 0; warp < kWarps; ++warp) {
       const float* sums = parts + (warp * part_.queries + h) * kPartWidth<kWidth> + feature;
       all.add<C>(shared_.largest[warp][h], shared_.sums[warp][h], *reinterpret_cast<const float2*>(sums));
     }

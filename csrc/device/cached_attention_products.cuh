@@ -226,7 +226,7 @@ __device__ inline void leave(const WarpSoftmax<C, kWidth>& softmax, int queries,
 
 // The first tile is loaded before the new token, and the rest follows. With 256 features of 16 bits, the registers do
 // not hold all keys and values of a tile beside the sums, so most of the values are loaded when the keys are done.
-template <typename C, typename T, int kWidth, int kHeads>
+template <typename C, typename T, int kWidth, int kHeads, int kWarps>
 class Walk {
  public:
   __device__ Walk(const Call<C, T>& call, const Seen& seen, const Rows<C>& of_keys, const Rows<C>& of_values,
@@ -245,7 +245,7 @@ class Walk {
     const int query = min(lane_row(), queries - 1);  // lanes without a query repeat the last one
     const float inner = __fmul_rn(call_.logits.inner, kIsFp8<C> ? shared.units[query] : 1.0f);
     while (first_ < end_) {
-      const int next = first_ + kWarps<kWidth> * kTileSlots;
+      const int next = first_ + kWarps * kTileSlots;
       float weights[4];
       multiply(shared, query, inner, keys_, weights);
       if constexpr (kEarly < kSteps) load<kEarly, kSteps>(of_values_, seen_, first_, values_);

@@ -41,7 +41,7 @@ struct Shared {
   alignas(16) float key[kWidth];
   alignas(16) float value[kWidth];
   float own_logits[kHeads];                                             // with the new token's own key
-  float largest[kWarps<kWidth>][kHeads], sums[kWarps<kWidth>][kHeads];  // of the warps
+  float largest[kMostWarps<kWidth>][kHeads], sums[kMostWarps<kWidth>][kHeads];  // of the warps
 
   // From the blocks of the cluster, side by side: sums of two neighbouring features, and for each query the largest
   // logit and the sum of weights.

@@ -306,8 +306,18 @@ __device__ inline void multiply_rows(const Arguments& arguments, uint8_t* shared
 template <Way kWay>
 constexpr bool kIsCompiled = kWay == Way::kLanes || (kWay == Way::kBoxes ? kHasBoxes : kHasWarpgroups);
 
+// By which the registers of a thread are bounded. With few rows of a, warpgroups have 48: so the attention that follows
+// finds room beside them on each quarter of a multiprocessor.
+template <Scaling kScaling, int kRowGroups, Way kWay>
+struct Bounds {
+  static constexpr bool kIsSmall = kWay == Way::kWarpgroups && kRowGroups <= 2;
+  static constexpr int kThreads = most_threads(kRowGroups, kWay, kScaling) + (kWay == Way::kLanes ? 0 : 32);
+  static constexpr int kMostThreads = kIsSmall ? 640 : kThreads, kBlocks = kIsSmall ? 2 : 1;
+};
+
 template <typename Wide, Scaling kScaling, int kRowGroups, int kRowTiles, Way kWay>
-__global__ void __launch_bounds__(most_threads(kRowGroups, kWay) + (kWay == Way::kLanes ? 0 : 32), 1)
+__global__ void __launch_bounds__(Bounds<kScaling, kRowGroups, kWay>::kMostThreads,
+                                  Bounds<kScaling, kRowGroups, kWay>::kBlocks)
     kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ uint4 shared[];
   if constexpr (kIsCompiled<kWay>) {

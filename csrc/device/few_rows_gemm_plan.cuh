@@ -12,7 +12,8 @@ constexpr int kMostRows = 64;          // of a
 constexpr int kMostDepth = 1 << 30;    // k, so that an int holds the end of a phase behind it
 constexpr int kChunk = 128;            // elements along k that a warp multiplies at once, and a line of scales
 constexpr int kWarpRows = 16;          // of b in one product of the tensor cores
-constexpr int kMostBlockRows = 128;    // of b: so those of a block lie in one square of scales
+constexpr int kSquareRows = 128;       // of b, in a square of scales
+constexpr int kMostBlockRows = 256;    // of b, of which a box can have no more; with squares those of one
 constexpr int kMostCluster = 8;        // blocks, the portable size
 constexpr int kLaneBytes = 16;         // that a lane copies at once
 constexpr int kBoxAlignment = 1024;    // of a box in shared memory: the swizzle takes bits of its address
@@ -53,9 +54,10 @@ constexpr bool fetches_addends(Way way, int row_groups) { return way == Way::kWa
 // Rows of a, eight by eight.
 constexpr int row_groups_of(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : 8; }
 
-// The most threads of a block, which decide how many registers each may use: 128 or 255.
-constexpr int most_threads(int row_groups, Way way) {
-  return row_groups >= (way == Way::kWarpgroups ? 8 : 4) ? 256 : 512;
+// The most threads of a block, which decide how many registers each may use: some 100, or 200.
+constexpr int most_threads(int row_groups, Way way, Scaling scaling) {
+  const int most_groups = way != Way::kWarpgroups ? 2 : scaling == Scaling::kOne ? 8 : 4;  // with fewer registers
+  return row_groups <= most_groups ? 512 : 256;
 }
 
 constexpr int log2_of(int power_of_two) { return power_of_two == 1 ? 0 : 1 + log2_of(power_of_two / 2); }
@@ -100,7 +102,7 @@ struct Course {
   int parts, d_columns;       // of a result: a sum, or with gates two; so d has half as many columns as b has rows
   int block_rows, box_rows;   // of b, and of a in a box
   bool has_chunk_boxes;       // whether a box of warpgroups has all chunks of a step; else one
-  int log2_pairs;             // of neighbours among them
+  int log2_fours;             // of neighbours among them
   int all_chunks;             // along k
   int chunks, steps, phases;  // of one block
   int phase_slots, stages;    // that shared memory holds, of activations and of weights
@@ -119,7 +121,7 @@ struct Course {
         block_rows(plan.block_rows()),
         box_rows(row_groups_of(m) * 8),
         has_chunk_boxes(plan.step_chunks > 1 && k % kChunk == 0),
-        log2_pairs(log2_of(plan.block_rows() / 2)),
+        log2_fours(log2_of(plan.block_rows() / 4)),
         all_chunks(static_cast<int>(divide_up(k, kChunk))),
         chunks(static_cast<int>(divide_up(all_chunks, plan.cluster))),
         steps(static_cast<int>(divide_up(chunks, plan.depth_warps * plan.step_chunks))),
@@ -175,8 +177,8 @@ struct Layout {
     sums_row = (plan.block_rows() + kFloatsBetweenRows) * 4;
     const int sums = plan.depth_warps * row_groups * 8 * sums_row;
     received = products > sums ? products : sums;
-    const int pairs = m * plan.block_rows() / 2 / course.parts;
-    received_part = static_cast<int>(divide_up(pairs, plan.cluster)) * course.parts * 8;
+    const int fours = m * plan.block_rows() / 4 / course.parts;
+    received_part = static_cast<int>(divide_up(fours, plan.cluster)) * course.parts * 16;
     addends = received + static_cast<int>(round_up(plan.cluster > 1 ? plan.cluster * received_part : 0, 16));
     bytes = (plan.boxed() ? kBoxAlignment : 0) + addends +
             (fetches_addends(plan.way, row_groups) ? 2 * kMostBlockRows + m * plan.block_rows() * d_bytes : 0);

@@ -8,7 +8,7 @@
 #include "activation.cuh"
 #include "async_copy.cuh"
 #include "cluster.cuh"
-#include "few_rows_gemm_pairs.cuh"
+#include "few_rows_gemm_fours.cuh"
 #include "few_rows_gemm_plan.cuh"
 #include "few_rows_gemm_weights.cuh"
 #include "fp8.cuh"
@@ -40,54 +40,45 @@ struct Factors {
   __device__ float product() const { return alpha * (a_scale * b_scale); }
 };
 
-// What is added to two neighbours of d; to a gate and its linear part each a bias.
-struct Addends {
-  Pair bias[2], c;
-};
-
-// Sums of two neighbours of d; with gates those of the gate and of the linear part.
+// Sums of four neighbours of d; with gates those of the gate and of the linear part.
 struct Totals {
-  float2 sums[2];
+  float4 sums[2];
 };
 
 // Of results that are rounded to `type` before.
-__device__ inline float2 activated(const Problem& problem, float2 gate, float2 linear) {
-  gate = floats_of(pair_of(gate, problem.d), problem.d), linear = floats_of(pair_of(linear, problem.d), problem.d);
-  float2 result = {0, 0};
-  const auto of_gate = [&](auto function) { result = {function.value(gate.x), function.value(gate.y)}; };
+__device__ inline float4 activated(const Problem& problem, float4 gate, float4 linear) {
+  gate = floats_of(four_of(gate, problem.d), problem.d), linear = floats_of(four_of(linear, problem.d), problem.d);
+  float4 d = {0, 0, 0, 0};
+  const auto of_gate = [&](auto function) {
+    d = {function.value(gate.x), function.value(gate.y), function.value(gate.z), function.value(gate.w)};
+  };
   if (problem.d == SourceType::kFloat32) {
     with_activation<float, false>(problem.activation, of_gate);
   } else {
     with_activation<BFloat16, false>(problem.activation, of_gate);
   }
-  return problem.gated ? float2{result.x * linear.x, result.y * linear.y} : result;
+  return problem.gated ? float4{d.x * linear.x, d.y * linear.y, d.z * linear.z, d.w * linear.w} : d;
 }
 
-// Two neighbours of d: where they lie among those of the block, and in d.
-struct Target {
-  int pair;
-  int64_t place;
-  bool exists;
-};
-
-// The results of a block: m rows of d and the columns of its rows of b, in pairs of neighbours.
+// The results of a block: m rows of d and the columns of its rows of b, in fours of neighbours. The threads are a
+// multiple of the fours of a row, so each has the same columns of all its rows.
 template <Scaling kScaling, int kRowGroups, int kRowTiles, Way kWay>
 class Results {
  public:
-  // Every block of a cluster receives the sums of some of the pairs, which begins with its barrier.
+  // Every block of a cluster receives the sums of some of the fours, which begins with its barrier.
   __device__ Results(const Arguments& arguments, const Part& part, uint8_t* shared, Barrier& received)
       : arguments_(arguments), part_(part), shared_(shared), received_(received),
         parts_(kActivates ? arguments.course.parts : 1),
-        log2_width_(arguments.course.log2_pairs - (parts_ - 1)), pairs_(arguments.problem.m << log2_width_),
-        block_pairs_(arguments.layout.received_part / (8 * parts_)),
-        first_(target_of(static_cast<int>(threadIdx.x))) {
+        log2_width_(arguments.course.log2_fours - (parts_ - 1)), fours_(arguments.problem.m << log2_width_),
+        block_fours_(arguments.layout.received_part / (16 * parts_)),
+        column_(column_of(part.rank * block_fours_ + static_cast<int>(threadIdx.x))) {
     if constexpr (kFetchesAddends) fetch_bias();
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if (arguments.plan.cluster == 1) return;
     if (threadIdx.x == 0) {
       start(received_, 1);
       publish_barriers();
-      arrive_and_expect(received_, arguments.plan.cluster * pairs_of(part.rank) * 8 * parts_);
+      arrive_and_expect(received_, arguments.plan.cluster * fours_of(part.rank) * 16 * parts_);
     }
     arrive_at_cluster_with_nothing();
 #endif
@@ -103,16 +94,17 @@ class Results {
 
   __device__ void write(const Sums<kRowGroups, kRowTiles>& sums, const Factors<kScaling>& factors) {
     const float factor = factors.product();
-    const int own_pairs = arguments_.plan.cluster == 1 ? pairs_ : pairs_of(part_.rank);
+    const bool is_alone = arguments_.plan.cluster == 1;
     wait_for_products(arguments_);  // all have used weights and activations, whose place the sums take
     put(sums);
     wait_for_products(arguments_);
-    if (arguments_.plan.cluster > 1) exchange();
-    Target target = first_;
-    for (int i = static_cast<int>(threadIdx.x); i < own_pairs; target = target_of(i)) {
-      finish(target, arguments_.plan.cluster == 1 ? sums_of_warps(target.pair) : sums_of_blocks(i), factor,
-             factors.d_multiplier);
-      i += arguments_.course.threads;
+    if (!is_alone) exchange();
+    if (column_in_d(column_.in_block) >= columns_of_d()) return;
+    const int own_fours = fours_of(part_.rank), first = part_.rank * block_fours_;
+    const Totals bias = read_bias();
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < own_fours; i += arguments_.course.threads) {
+      finish(first + i, is_alone ? sums_of_warps(i) : sums_of_blocks(i), factor, bias, factors.d_multiplier);
     }
   }
 
@@ -122,7 +114,7 @@ class Results {
   // Of other kernels, this would be code that nobody calls.
   static constexpr bool kActivates = kRowGroups == 1 || kWay == Way::kWarpgroups;
 
-  __device__ int columns() const { return 2 << log2_width_; }  // of d, of this block
+  __device__ int columns() const { return 4 << log2_width_; }  // of d, of this block
   __device__ int first_column() const { return part_.first_row / parts_; }
   __device__ int element_bytes() const { return arguments_.problem.d == SourceType::kFloat32 ? 4 : 2; }
 
@@ -138,7 +130,7 @@ class Results {
 
   // This block's columns of some rows, each of a power of two of vectors.
   __device__ void fetch_rows(uint8_t* to, const void* from, int rows, int log2_bytes) const {
-    const int log2_vectors = log2_width_ + 1 + log2_bytes - 4, vectors = 1 << log2_vectors;
+    const int log2_vectors = log2_width_ + 2 + log2_bytes - 4, vectors = 1 << log2_vectors;
     const auto* const source = static_cast<const uint8_t*>(from);
     const int first = first_column() << log2_bytes, row_bytes = arguments_.course.d_columns << log2_bytes;
     for (int i = static_cast<int>(threadIdx.x); i < rows << log2_vectors; i += arguments_.course.threads) {
@@ -149,10 +141,8 @@ class Results {
     }
   }
 
-  // Of all pairs, a block owns as many as the others, in order; the last ones may own fewer.
-  __device__ int pairs_of(int rank) const { return max(0, min(block_pairs_, pairs_ - rank * block_pairs_)); }
-
-  __device__ int column_of(int pair) const { return pair & ((1 << log2_width_) - 1); }
+  // Of all fours, a block owns as many as the others, in order; the last ones may own fewer.
+  __device__ int fours_of(int rank) const { return max(0, min(block_fours_, fours_ - rank * block_fours_)); }
 
   __device__ float* row_of_sums(int depth_warp, int row) const {
     const int before = depth_warp * kRowGroups * 8 + row;
@@ -174,31 +164,32 @@ class Results {
     }
   }
 
-  // Where the sums of a pair lie in a row of sums: with gates, the tiles of a warp are those of the gate and of the
+  // Where the sums of a four lie in a row of sums: with gates, the tiles of a warp are those of the gate and of the
   // linear part, or the halves of a block are.
   __device__ int place_in_sums(int column, int part) const {
-    constexpr int kTilePairs = kWarpRows / 2;
+    constexpr int kTileFours = kWarpRows / 4;
     if (parts_ == 1) return column;
     if constexpr (kWay == Way::kWarpgroups) return (part << log2_width_) + column;
-    return (column / kTilePairs * 2 + part) * kTilePairs + column % kTilePairs;
+    return (column / kTileFours * 2 + part) * kTileFours + column % kTileFours;
   }
 
   // The sums over the warps that share the rows of b.
-  __device__ Totals sums_of_warps(int pair) const {
+  __device__ Totals sums_of_warps(int four) const {
+    const int column = four & ((1 << log2_width_) - 1), row = four >> log2_width_;
     Totals totals = {};
 #pragma unroll 4
     for (int warp = 0; warp < arguments_.plan.depth_warps; ++warp) {
-      const auto* const row = reinterpret_cast<const float2*>(row_of_sums(warp, pair >> log2_width_));
-      totals.sums[0] = add(totals.sums[0], row[place_in_sums(column_of(pair), 0)]);
-      if (parts_ == 2) totals.sums[1] = add(totals.sums[1], row[place_in_sums(column_of(pair), 1)]);
+      const auto* const sums = reinterpret_cast<const float4*>(row_of_sums(warp, row));
+      totals.sums[0] = add(totals.sums[0], sums[place_in_sums(column, 0)]);
+      if (parts_ == 2) totals.sums[1] = add(totals.sums[1], sums[place_in_sums(column, 1)]);
     }
     return totals;
   }
 
-  // The sums of a block of the cluster, of the pairs of this one.
-  __device__ float2* received_from(int rank, int part) const {
-    auto* const first = reinterpret_cast<float2*>(shared_ + arguments_.layout.received);
-    return first + (rank * parts_ + part) * block_pairs_;
+  // The sums of a block of the cluster, of the fours of this one.
+  __device__ float4* received_from(int rank, int part) const {
+    auto* const first = reinterpret_cast<float4*>(shared_ + arguments_.layout.received);
+    return first + (rank * parts_ + part) * block_fours_;
   }
 
   // Sends sums to the blocks of the cluster, and waits for theirs.
@@ -206,8 +197,8 @@ class Results {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     wait_for_cluster();  // all have begun their barriers
     for (int block = 0; block < arguments_.plan.cluster; ++block) {
-      for (int i = static_cast<int>(threadIdx.x); i < pairs_of(block); i += arguments_.course.threads) {
-        const Totals totals = sums_of_warps(block * block_pairs_ + i);
+      for (int i = static_cast<int>(threadIdx.x); i < fours_of(block); i += arguments_.course.threads) {
+        const Totals totals = sums_of_warps(block * block_fours_ + i);
         send(totals.sums[0], received_from(part_.rank, 0) + i, received_, block);
         if (parts_ == 2) send(totals.sums[1], received_from(part_.rank, 1) + i, received_, block);
       }
@@ -226,22 +217,25 @@ class Results {
     return totals;
   }
 
-  __device__ int column_in_d(int pair) const { return part_.first_row / (2 * parts_) + column_of(pair); }
+  // Four neighbouring columns: where they lie among those of the block, and in d those of its first row.
+  struct Column {
+    int in_block, place;
+    int row_fours;  // from one row to the next
+  };
 
-  __device__ bool is_behind_last_column(int pair) const {
-    return 2 * column_in_d(pair) >= arguments_.course.d_columns;
-  }
+  __device__ int columns_of_d() const { return arguments_.course.d_columns / 4; }
+  __device__ int column_in_d(int in_block) const { return part_.first_row / (4 * parts_) + in_block; }
 
-  __device__ int64_t place_in_d(int pair) const {
-    const int column = column_in_d(pair);
-    int start = 0, end = arguments_.course.d_columns / 2;  // of the part
+  __device__ Column column_of(int four) const {
+    const int in_block = four & ((1 << log2_width_) - 1), in_d = column_in_d(in_block);
+    int start = 0, end = columns_of_d();  // of the part
 #pragma unroll
     for (const int next : arguments_.problem.part_starts) {
       if (next == 0) continue;
-      if (column >= next / 2) start = next / 2;
-      if (column < next / 2) end = min(end, next / 2);
+      if (in_d >= next / 4) start = next / 4;
+      if (in_d < next / 4) end = min(end, next / 4);
     }
-    return int64_t{arguments_.problem.m} * start + int64_t{pair >> log2_width_} * (end - start) + column - start;
+    return {in_block, arguments_.problem.m * start + in_d - start, end - start};
   }
 
   // The dtype of a bias that is added to results in that of d.
@@ -249,57 +243,47 @@ class Results {
     return arguments_.problem.d == SourceType::kFloat32 ? SourceType::kBFloat16 : arguments_.problem.d;
   }
 
-  __device__ Addends read_addends(const Target& target) const {
-    const int pair = target.pair;
-    const Operands& operands = arguments_.operands;
-    Addends read = {};
+  __device__ Totals read_bias() const {
+    const void* const bias = arguments_.operands.bias;
+    Totals read = {};
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      if (operands.bias == nullptr || part >= parts_) continue;
-      if constexpr (kFetchesAddends) {
-        read.bias[part] = read_pair(addends(-1) + part * columns() * 2, column_of(pair), bias_type());
-      } else {
-        const int place = column_in_d(pair) + part * (arguments_.course.d_columns / 2);
-        read.bias[part] = read_pair(operands.bias, place, bias_type());
-      }
-    }
-    if (operands.c == nullptr) return read;
-    if constexpr (kFetchesAddends) {
-      read.c = read_pair(addends(pair >> log2_width_), column_of(pair), arguments_.problem.d);
-    } else {
-      read.c = read_pair(operands.c, target.place, arguments_.problem.d);
+      if (bias == nullptr || part >= parts_) continue;
+      const Four four = kFetchesAddends
+          ? load_four(addends(-1) + part * columns() * 2, column_.in_block, bias_type())
+          : load_four(bias, column_in_d(column_.in_block) + part * columns_of_d(), bias_type());
+      read.sums[part] = floats_of(four, bias_type());
     }
     return read;
   }
 
-  // Of the i-th pair that this block writes.
-  __device__ Target target_of(int i) const {
-    const int pair = part_.rank * block_pairs_ + i;
-    return {pair, place_in_d(pair), !is_behind_last_column(pair)};
+  __device__ float4 read_c(int row, int64_t place) const {
+    const SourceType type = arguments_.problem.d;
+    if constexpr (kFetchesAddends) return floats_of(load_four(addends(row), column_.in_block, type), type);
+    return floats_of(load_four(arguments_.operands.c, place, type), type);
   }
 
-  __device__ void finish(const Target& target, const Totals& totals, float factor, float d_multiplier) const {
-    if (!target.exists) return;
+  __device__ void finish(int four, const Totals& totals, float factor, const Totals& bias, float d_multiplier) const {
     const Operands& operands = arguments_.operands;
     const SourceType type = arguments_.problem.d;
-    const Addends addends = read_addends(target);
-    float2 results[2];
+    const int row = four >> log2_width_;
+    const int64_t place = column_.place + row * column_.row_fours;
+    float4 results[2];
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      const float2 sum = totals.sums[part];
-      results[part] = {__fmul_rn(sum.x, factor), __fmul_rn(sum.y, factor)};
-      if (operands.bias != nullptr) results[part] = add(results[part], floats_of(addends.bias[part], bias_type()));
+      results[part] = multiply(totals.sums[part], factor);
+      if (operands.bias != nullptr) results[part] = add(results[part], bias.sums[part]);
     }
-    float2 d = results[0];
+    float4 d = results[0];
     if (kActivates && arguments_.problem.activates) d = activated(arguments_.problem, d, results[1]);
-    if (operands.c != nullptr) d = add(d, floats_of(addends.c, type));
-    const Pair rounded = pair_of(d, type);
+    if (operands.c != nullptr) d = add(d, read_c(row, place));
+    const Four rounded = four_of(d, type);
     if (kActivates && arguments_.problem.casts_d) {
-      const float2 x = floats_of(rounded, type);
-      static_cast<uint16_t*>(operands.d)[target.place] = static_cast<uint16_t>(
-          cast_pair<Fp8Type::kE4M3>(__fmul_rn(x.x, d_multiplier), __fmul_rn(x.y, d_multiplier)));
+      const float4 x = floats_of(rounded, type);
+      const float four_floats[4] = {x.x, x.y, x.z, x.w};
+      static_cast<uint32_t*>(operands.d)[place] = quantize_four<Fp8Type::kE4M3>(four_floats, d_multiplier);
     } else {
-      write_pair(operands.d, target.place, rounded, type);
+      store_four(operands.d, place, rounded, type);
     }
   }
 
@@ -308,8 +292,8 @@ class Results {
   uint8_t* const shared_;
   Barrier& received_;
   const int parts_;  // of a result: 2 with gates
-  const int log2_width_, pairs_, block_pairs_;
-  const Target first_;  // of this thread
+  const int log2_width_, fours_, block_fours_;
+  const Column column_;  // of this thread
 };
 
 }  // namespace jax_fp8::few_rows_gemm

@@ -105,7 +105,7 @@ __device__ inline int chunk_of(const Arguments& arguments, const Part& part, int
 // The scale of a square: a chunk of this block.
 __device__ inline float square_scale(const Arguments& arguments, const Part& part, int chunk) {
   const int64_t row = (arguments.course.all_chunks + 3) / 4 * 4;
-  return __ldg(arguments.operands.b_scale + part.first_row / kMostBlockRows * row + part.first_chunk + chunk);
+  return __ldg(arguments.operands.b_scale + part.first_row / kSquareRows * row + part.first_chunk + chunk);
 }
 
 // What the lane copies ahead, in a ring of batches.

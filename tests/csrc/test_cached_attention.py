@@ -32,8 +32,8 @@ MISTAKES = {
     "no maximum of blocks": (PARTS, "all.largest = fmaxf(all.largest, __shfl", "(void)(__shfl"),
     "one warp less": (
         PARTS,
-        "warp = 0; warp < kWarps<kWidth>; ++warp) {",
-        "warp = 1; warp < kWarps<kWidth>; ++warp) {",
+        "warp = 0; warp < kWarps; ++warp) {",
+        "warp = 1; warp < kWarps; ++warp) {",
     ),
     "no maximum of lanes": (PRODUCTS, "raised = query_max(raised);", ""),
     "sums of one lane": (PRODUCTS, "__fadd_rn(softmax.sum, __shfl_xor_sync(kAllLanes, softmax.sum, 2))", "softmax.sum"),

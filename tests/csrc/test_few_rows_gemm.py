@@ -32,8 +32,8 @@ PRODUCTS = {
     "a cluster of 2": Product(9, 80, 528, "1d2d", config=22101, d=F32, bias=True, c=True, alpha=0.5, integers=True),
     "a cluster of 4": Product(1, 16, 1040, config=41102, d=F32, bias=True, integers=True),
     "a cluster of 8": Product(3, 16, 272, "bfloat16", config=81101, d=F32, c=True, integers=True),
-    "more pairs than threads": Product(9, 32, 144, config=12101, d=F32, bias=True, c=True, integers=True),
-    "blocks without pairs": Product(1, 48, 144, config=81102, integers=True),
+    "more fours than threads": Product(9, 32, 144, config=12101, d=F32, bias=True, c=True, integers=True),
+    "blocks without results": Product(1, 48, 144, config=81102, integers=True),
     "sums longer than weights": Product(64, 128, 128, config=12401, d=F32, integers=True),
     "phases in a cluster": Product(33, 32, 2064, config=122102, d=F32, integers=True),
 }  # fmt: skip
@@ -113,7 +113,7 @@ def test_two_plans_differ_only_in_the_order_of_sums():
 
 
 @pytest.mark.parametrize(
-    "name", ["tails", "tails by tile", "a cluster of 2", "a cluster of 8", "more pairs than threads"]
+    "name", ["tails", "tails by tile", "a cluster of 2", "a cluster of 8", "more fours than threads"]
 )
 def test_a_sum_may_be_written_over_its_addend(name):
     product = PRODUCTS[name]
@@ -175,8 +175,9 @@ MISTAKES = {
         "*at(target, place) = make_uint4(0, 0, 0, 0);", "if (phase == 0) *at(target, place) = make_uint4(0, 0, 0, 0);"),
     "rows behind the last of b": ("tails", WEIGHTS, "min(first, columns - kWarpRows)", "first", "argument"),
     "columns behind the last of d": ("tails", RESULTS,
-        "return 2 * column_in_d(pair) >= arguments_.course.d_columns;", "return false;"),
-    "rows behind the last of a": ("tails", RESULTS, "pairs_(arguments.problem.m <<", "pairs_(kRowGroups * 8 <<"),
+        "    if (column_in_d(column_.in_block) >= columns_of_d()) return;\n", ""),
+    "rows behind the last of a": ("blocks without results", RESULTS,
+        "max(0, min(block_fours_, fours_ - rank * block_fours_))", "block_fours_"),
     "the first row of a again": ("tails", KERNEL, "arguments_.problem.m - 1);", "0);"),
     "a chunk of the next block": ("a cluster of 2", WEIGHTS,
         "min(arguments.course.chunks, ", "max(arguments.course.chunks, "),
@@ -207,7 +208,7 @@ MISTAKES = {
     "scales of later phases are not fetched": ("phases", ACTIVATIONS,
         "if constexpr (kScaling == Scaling::kLines) fetch_scales(phase, to_slot);",
         "if constexpr (kScaling == Scaling::kLines) if (phase == 0) fetch_scales(phase, to_slot);"),
-    "squares of the first rows": ("tails by tile", WEIGHTS, "part.first_row / kMostBlockRows * row", "0"),
+    "squares of the first rows": ("tails by tile", WEIGHTS, "part.first_row / kSquareRows * row", "0"),
     "a row of squares too short": ("tails by tile", WEIGHTS,
         "(arguments.course.all_chunks + 3) / 4 * 4", "arguments.course.all_chunks"),
     "squares a step late": ("phases", KERNEL,
@@ -226,24 +227,23 @@ MISTAKES = {
     "no wait for the barriers of others": ("a cluster of 8", RESULTS,
         "    wait_for_cluster();  // all have begun their barriers\n", ""),
     "fewer bytes announced": ("a cluster of 2", RESULTS,
-        "pairs_of(part.rank) * 8 * parts_)", "pairs_of(part.rank) * 4 * parts_)"),
+        "fours_of(part.rank) * 16 * parts_)", "fours_of(part.rank) * 8 * parts_)"),
     "every block sends to the same place": ("a cluster of 2", RESULTS,
         "received_from(part_.rank, 0) + i, received_", "received_from(0, 0) + i, received_"),
     "what is received lies over weights": ("phases in a cluster", PLAN,
         "received = products > sums ? products : sums;", "received = 0;"),
     "bias of the next column": ("tails", RESULTS,
-        "read_pair(addends(-1) + part * columns() * 2, column_of(pair)",
-        "read_pair(addends(-1) + part * columns() * 2, column_of(pair) ^ 1"),
+        "part * columns() * 2, column_.in_block, bias", "part * columns() * 2, column_.in_block ^ 1, bias"),
     "bias of the next column of many rows": ("tails by tile", RESULTS,
-        "read_pair(operands.bias, place, bias_type())", "read_pair(operands.bias, place ^ 1, bias_type())"),
-    "c of the first row": ("tails", RESULTS, "addends(pair >> log2_width_)", "addends(0)"),
+        "column_in_d(column_.in_block) + part", "column_in_d(column_.in_block ^ 1) + part"),
+    "c of the first row": ("tails", RESULTS, "addends(row), column_", "addends(0), column_"),
     "c of the first row of many": ("tails by tile", RESULTS,
-        "read_pair(operands.c, target.place, arguments_.problem.d)",
-        "read_pair(operands.c, column_in_d(pair), arguments_.problem.d)"),
+        "load_four(arguments_.operands.c, place, type)", "load_four(arguments_.operands.c, column_.place, type)"),
     "c where the bias is": ("tails", RESULTS, "row < 0 ? 0 : kBiasBytes + row", "row < 0 ? 0 : 0 * kBiasBytes + row"),
     "addends behind the last column": ("tails", RESULTS, "      if (byte >= row_bytes) continue;\n", "", "argument"),
-    "c once": ("tails", RESULTS, "d = add(d, floats_of(addends.c, type));", ";"),
-    "results of the first block": ("tails by tile", RESULTS, "part_.first_row / (2 * parts_) + column_of", "column_of"),
+    "c once": ("tails", RESULTS, "d = add(d, read_c(row, place));", ";"),
+    "results of the first block": ("tails by tile", RESULTS,
+        "return part_.first_row / (4 * parts_) + in_block;", "return in_block;"),
     # The launch.
     "a block too few": ("tails by tile", LAUNCH,
         "divide_up(arguments.problem.n, plan.block_rows())",

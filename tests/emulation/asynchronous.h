@@ -33,7 +33,7 @@ struct Box {
 void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place);
 void store_box(const Box& box, Place place);
 // Sends two words to the shared memory of the block that the addresses name.
-void send_pair(std::array<uint32_t, 2> pair, uint32_t shared, uint32_t barrier, Place place);
+void send_words(std::array<uint32_t, 4> words, size_t bytes, uint32_t shared, uint32_t barrier, Place place);
 // Copies bytes to the shared memory of this block, and counts them at the barrier.
 void load_bytes(uint32_t shared, const void* source, size_t bytes, uint32_t barrier, Place place);
 void commit_stores();
@@ -110,7 +110,13 @@ inline void mbarrier_try_wait_parity_shared__cta_b64(uint32_t& over, uint32_t ba
 inline void st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_b32(uint32_t shared, uint32_t first,
                                                                               uint32_t second, uint32_t barrier,
                                                                               Place place = Place::current()) {
-  send_pair({first, second}, shared, barrier, place);
+  send_words({first, second}, 8, shared, barrier, place);
+}
+inline void st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v4_b32(uint32_t shared, uint32_t first,
+                                                                              uint32_t second, uint32_t third,
+                                                                              uint32_t fourth, uint32_t barrier,
+                                                                              Place place = Place::current()) {
+  send_words({first, second, third, fourth}, 16, shared, barrier, place);
 }
 inline void mapa_shared__cluster_u32(uint32_t& d, uint32_t address, int rank, Place place = Place::current()) {
   d = address_in_block(address, rank, place);

@@ -1,5 +1,5 @@
-// Copies of boxes and of bytes between global and shared memory, pairs of words that are sent to shared memory, and
-// barriers that count arrivals and bytes.
+// Copies of boxes and of bytes between global and shared memory, words that are sent to shared memory, and barriers
+// that count arrivals and bytes.
 //
 // A copy happens at once, as late as possible or at a random time, depending on the order of threads. So one of the
 // runs finds a kernel that does not wait for a copy, or overwrites its source. The target is poison until the copy
@@ -30,11 +30,11 @@ struct Copy {
   size_t rank;      // of the block whose shared memory it reads or writes
   int64_t of_group;  // of a store: its thread's group, -1 if not committed yet. Else what it is
   Place place;
-  std::array<uint32_t, 2> pair;
+  std::array<uint32_t, 4> words;
   const void* source;  // of bytes
   size_t bytes;
 };
-constexpr int64_t kNoGroup = -1, kLoad = -2, kPair = -3, kBytes = -4;
+constexpr int64_t kNoGroup = -1, kLoad = -2, kWords = -3, kBytes = -4;
 
 std::vector<Copy> copies;
 int64_t groups[kMostFibers];  // of committed stores, by thread
@@ -91,8 +91,8 @@ void for_pieces(const Copy& copy, Function function) {
 bool is_load(const Copy& copy) { return copy.of_group == kLoad; }
 bool is_store(const Copy& copy) { return copy.of_group >= kNoGroup; }
 
-void put_pair(const Copy& copy) {
-  memcpy(pointer_in_shared(copy.box.shared, copy.rank), copy.pair.data(), sizeof(copy.pair));
+void put_words(const Copy& copy) {
+  memcpy(pointer_in_shared(copy.box.shared, copy.rank), copy.words.data(), copy.bytes);
 }
 
 void put_bytes(const Copy& copy) {
@@ -115,7 +115,7 @@ void make(const Copy& copy) {
   if (!is_store(copy) && !is_running(copy.rank)) {
     return tell_at(copy.place, "a copy arrives in a block that has ended");
   }
-  copy.of_group == kPair ? put_pair(copy) : copy.of_group == kBytes ? put_bytes(copy) : make_box(copy);
+  copy.of_group == kWords ? put_words(copy) : copy.of_group == kBytes ? put_bytes(copy) : make_box(copy);
   if (is_store(copy)) return;
   PhaseBarrier* barrier = barrier_at(copy.barrier, copy.rank, copy.place);
   if (barrier == nullptr) return;
@@ -182,14 +182,14 @@ void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place) {
 
 void store_box(const Box& box, Place place) { begin_copy(box, 0, current_rank(), kNoGroup, place); }
 
-void send_pair(std::array<uint32_t, 2> pair, uint32_t shared, uint32_t barrier, Place place) {
+void send_words(std::array<uint32_t, 4> words, size_t bytes, uint32_t shared, uint32_t barrier, Place place) {
   const size_t rank = rank_of_address(shared);
   if (rank != rank_of_address(barrier)) fail("%s:%u: a barrier of another block", place.file_name(), place.line());
-  if (!is_running(rank)) fail("%s:%u: a pair for a block that has ended", place.file_name(), place.line());
+  if (!is_running(rank)) fail("%s:%u: words for a block that has ended", place.file_name(), place.line());
   void* target = pointer_in_shared(shared, rank);
-  if (target == nullptr || shared % 8 != 0) fail("%s:%u: a pair at %u", place.file_name(), place.line(), shared);
-  memset(target, poison, sizeof(pair));
-  make_some_time({{}, {nullptr, {}, shared}, barrier, current, rank, kPair, place, pair, nullptr, sizeof(pair)});
+  if (target == nullptr || shared % bytes != 0) fail("%s:%u: words at %u", place.file_name(), place.line(), shared);
+  memset(target, poison, bytes);
+  make_some_time({{}, {nullptr, {}, shared}, barrier, current, rank, kWords, place, words, nullptr, bytes});
 }
 
 void load_bytes(uint32_t shared, const void* source, size_t bytes, uint32_t barrier, Place place) {

@@ -285,7 +285,7 @@ __global__ void kernel(uint2* got) {{
   arrive_at_cluster();
   wait_for_cluster();
   send(make_uint2(block, t), pairs + t, complete, 1 - block);
-  if (t == 0) arrive_and_expect(complete, 256);
+  if (t == 0) arrive_and_expect(complete, 32 * sizeof(*got));
   wait(complete, 0);
   got[block * 32 + t] = pairs[31 - t];
 }}"""
@@ -297,23 +297,24 @@ PAIRS_ENTRY = """extern "C" int run(void* got) {
 }"""
 
 
-def sent(change=("", "")):
-    (pairs,) = compile_for_cpu(PAIRS.replace(*change), PAIRS_ENTRY).call("run", Result((2, 32, 2), np.uint32))
-    return pairs
+def sent(change=("", ""), words=2):
+    kernel, entry = (text.replace("uint2", f"uint{words}") for text in (PAIRS.replace(*change), PAIRS_ENTRY))
+    return compile_for_cpu(kernel, entry).call("run", Result((2, 32, words), np.uint32))[0]
 
 
-def test_pairs_are_sent_to_another_block():
-    pairs = sent()
-    assert_same_bits(pairs[:, :, 0], np.repeat([[1], [0]], 32, axis=1).astype(np.uint32))
-    assert_same_bits(pairs[:, :, 1], np.tile(np.arange(32, dtype=np.uint32)[::-1], (2, 1)))
+@pytest.mark.parametrize("words", [2, 4])
+def test_words_are_sent_to_another_block(words):
+    found = sent(("(block, t)", f"(block{', t' * (words - 1)})"), words)
+    assert_same_bits(found[:, :, 0], np.repeat([[1], [0]], 32, axis=1).astype(np.uint32))
+    assert_same_bits(found[:, :, 1:], np.tile(np.arange(32, dtype=np.uint32)[::-1, None], (2, 1, words - 1)))
 
 
 @pytest.mark.parametrize(
     ("text", "other", "sentence"),
     [
         ("  wait(complete, 0);\n", "", "arrives in a block that has ended|has ended|order of threads"),
-        ("complete, 256", "complete, 248", "deadlock.*mbarrier.try_wait|has ended"),
-        ("complete, 256", "complete, 264", "deadlock.*mbarrier.try_wait"),
+        ("complete, 32", "complete, 31", "deadlock.*mbarrier.try_wait|has ended"),
+        ("complete, 32", "complete, 33", "deadlock.*mbarrier.try_wait"),
         ("complete, 1 - block", "complete, 2", "block 2 of a cluster of 2"),
         ("complete, 1 - block", "complete, 0", "deadlock|has ended"),
         ("  if (t == 0) start(complete, 1);\n", "", "a barrier that was not begun"),

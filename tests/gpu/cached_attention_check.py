@@ -49,6 +49,8 @@ LARGE = [
     {"batch": 3, "kv_heads": 1, "group": 16, "head_dim": 96, "lengths": [2048, 2047, 64], **LONG},
     {"batch": 3, "kv_heads": 100, "group": 1, "head_dim": 80, "lengths": [200, 3, 77], "slots": 256}
     | {"prompt_slots": 200, "step": 55},
+    {"batch": 3, "kv_heads": 140, "group": 2, "head_dim": 64, "lengths": [200, 3, 77], "slots": 256}
+    | {"prompt_slots": 200, "step": 55},
 ]
 KINDS = [(np.float32, None), (BFLOAT16, None), (np.float16, None), (BFLOAT16, E4M3), (np.float32, E4M3)]
 REPEATS, STEPS = 5, 16  # samples of a timing; tokens of one program

@@ -62,9 +62,12 @@ def test_which_slots_are_for_clusters():
         check(problem, run(problem))
 
 
-def test_many_heads():
-    """More heads than the device has blocks, each alone; a row of each length."""
-    problem = make(batch=3, kv_heads=3, group=4, slots=140, prompt_slots=100, lengths=[100, 1, 33], step=39)
+@pytest.mark.parametrize("cache", [BFLOAT16, E4M3])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 5), (128, 3)])
+def test_many_heads(cache, head_dim, kv_heads):
+    """More heads than the device has blocks at once, each alone; a row of each length."""
+    shape = {"slots": 140, "prompt_slots": 100, "lengths": [100, 1, 33], "step": 39}
+    problem = make(cache=cache, batch=3, kv_heads=kv_heads, head_dim=head_dim, group=4, **shape)
     check(problem, run(problem))
 
 

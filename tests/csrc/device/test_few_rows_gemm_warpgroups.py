@@ -28,6 +28,7 @@ PRODUCTS = {
     "more slots than steps": Product(9, 64, 272, d=F32, config=420011402, integers=True),
     "two warpgroups along n": Product(35, 256, 528, "1d2d", d=F32, config=210011801, bias=True, integers=True),
     "four warpgroups": Product(16, 144, 528, config=210011802, bias=True, c=True, integers=True),
+    "blocks of 256 rows": Product(33, 272, 272, config=210011901, d=F32, bias=True, c=True, integers=True),
     "a cluster of 2": Product(64, 80, 528, "1d2d", d=F32, config=220021402, bias=True, c=True, integers=True),
     "a cluster of 4": Product(1, 64, 1040, d=F32, config=110041401, bias=True, integers=True),
     "blocks without a chunk": Product(10, 48, 272, d=F32, config=110081401, c=True, integers=True),
@@ -40,6 +41,7 @@ PRODUCTS = {
     "gelu": Prepared(11, 80, 272, norm="layernorm", activation="gelu", bias=True),
     "swiglu": Prepared(18, 160, 272, norm="rmsnorm", activation="swiglu", bias=True),
     "gates in a cluster": Prepared(3, 192, 528, activation="geglu", config=220021402, d=BF16, bias=True),
+    "gates in blocks of 256 rows": Prepared(35, 288, 272, activation="swiglu", config=110011901, d=BF16, bias=True),
     "gates in boxes of two chunks": Prepared(18, 96, 512, activation="reglu", config=220011802),
     "a result that is cast": Product(7, 80, 272, c=True, alpha=0.3, integers=True, d_scale=0.7),
     "a result of many rows that is cast": Product(33, 80, 528, integers=True, d_scale=3.0, config=220021402),
@@ -119,10 +121,13 @@ def test_more_rows_need_warpgroups(product):
         product.run((NO_WARPGROUPS,), orders=["forward"])
 
 
-@pytest.mark.parametrize("config", [11802, 11404, 990011401, 31401])
-def test_plans_that_do_not_exist_are_refused(config):
+@pytest.mark.parametrize(
+    ("config", "pair"),
+    [(11804, ""), (990011401, ""), (31401, ""), (11902, ""), (11802, "1d2d"), (11404, "1d2d"), (11901, "1d2d")],
+)
+def test_plans_that_do_not_exist_are_refused(config, pair):
     with pytest.raises(EmulationError, match="the launch must succeed"):
-        Product(64, 32, 1040, config=config).run(orders=["forward"])
+        Product(64, 32, 1040, pair, config=config).run(orders=["forward"])
 
 
 # A product that shows it, what is wrong then, and what the harness says where not only numbers are wrong.
@@ -191,11 +196,12 @@ MISTAKES = {
     "gates as of a warp's tiles": ("swiglu", RESULTS, "if constexpr (kWay == Way::kWarpgroups) return",
         "if constexpr (false) return"),
     "no activation": ("gelu", RESULTS, "kRowGroups == 1 || kWay == Way::kWarpgroups;", "kRowGroups == 1;"),
-    "sums of the first pair": ("a cluster of 2", RESULTS, "sums_of_warps(block * block_pairs_ + i)",
-        "sums_of_warps(block * block_pairs_)"),
-    "no scale of a cast result": ("a result that is cast", RESULTS, "__fmul_rn(x.x, d_multiplier)", "x.x"),
+    "sums of the first four": ("a cluster of 2", RESULTS, "sums_of_warps(block * block_fours_ + i)",
+        "sums_of_warps(block * block_fours_)"),
+    "no scale of a cast result": ("a result that is cast", RESULTS,
+        "(four_floats, d_multiplier)", "(four_floats, 1.0f)"),
     "no rounding before the cast": ("a result that is cast", RESULTS,
-        "const float2 x = floats_of(rounded, type);", "const float2 x = d;"),
+        "const float4 x = floats_of(rounded, type);", "const float4 x = d;"),
     # The kernel that prepares.
     "rows as they were": ("layernorm and cast", LAUNCH, "    operands.a = operands.rows;\n", ""),
     "the first piece alone": ("rmsnorm of two pieces", ROWS,

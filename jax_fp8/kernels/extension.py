@@ -144,6 +144,11 @@ def missing_reason() -> str | None:
     )
 
 
+def compiled_for(architecture: str) -> bool:
+    """Whether the kernels were compiled for an architecture, such as "90a". True without kernels, for references."""
+    return not built() or architecture in build_info()["architectures"]
+
+
 def check_target(name: str) -> None:
     """Raise where a GPU is to run a kernel that an older build of the extension does not have."""
     if built() and name not in TARGETS and jax.default_backend() == "gpu":

@@ -22,6 +22,7 @@ from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.casting import quantize_reference
+from jax_fp8.kernels.extension import compiled_for
 from jax_fp8.kernels.gemm_parts import Tiles
 from jax_fp8.kernels.norm import NormParameters, normalize
 
@@ -105,8 +106,10 @@ def shared_bytes() -> int:
 
 
 def has_warpgroups() -> bool:
-    """Whether warpgroups multiply E4M3 on this machine's GPU (csrc/device/few_rows_gemm_warpgroups.cuh)."""
-    return _compute_capability() == "9.0"
+    """Whether warpgroups multiply E4M3 on this machine's GPU (csrc/device/few_rows_gemm_warpgroups.cuh): a build for 90
+    alone, without the "a", has no code for them.
+    """
+    return _compute_capability() == "9.0" and compiled_for("90a")
 
 
 def _compute_capability() -> str:

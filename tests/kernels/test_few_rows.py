@@ -1,14 +1,18 @@
 """Rows before norm and cast: how many the kernel prepares, and what is around a product."""
 
+from types import SimpleNamespace
+
 import cpp
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.kernels import extension
 from jax_fp8.kernels.few_rows import (
     NORMALIZED_DEPTH,
     PREPARED_ROWS,
@@ -16,6 +20,7 @@ from jax_fp8.kernels.few_rows import (
     Around,
     FewRows,
     device_count,
+    has_warpgroups,
     prepare_reference,
     scale_of,
 )
@@ -32,6 +37,21 @@ def test_the_kernel_prepares_as_many_rows_as_it_says():
     assert cpp.constant(plan, "kMostPreparedRows") == PREPARED_ROWS
     assert cpp.constant(plan, "kMostRows") == WARPGROUP_ROWS
     assert cpp.constant(plan, "kMostNormalizedDepth") == NORMALIZED_DEPTH
+
+
+@pytest.mark.parametrize(
+    ("built_for", "has"), [("90a-real", True), ("80 90a-real 100f", True), ("90-real", False), ("89 90", False)]
+)
+def test_a_build_for_90_alone_has_no_warpgroups(built_for, has, monkeypatch):
+    monkeypatch.setattr(extension, "built", lambda: True)
+    monkeypatch.setattr(
+        extension,
+        "_extension",
+        SimpleNamespace(architectures=lambda: built_for, cuda_version=lambda: 13000, cublaslt_version=lambda: ("", "")),
+    )
+    assert has_warpgroups() == has
+    monkeypatch.setattr(extension, "built", lambda: False)
+    assert has_warpgroups(), "a reference is for all"
 
 
 def test_where_parts_begin():

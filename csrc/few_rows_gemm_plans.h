@@ -216,14 +216,15 @@ constexpr int kGroupsOfMany = 8;         // rows of a, eight by eight: every blo
 // With warpgroups. By searches on an H200 through the plans of whole layers of three models, with 1 to 64 rows: where n
 // and k leave half of the multiprocessors idle, blocks share k. Where few blocks have a short k, they ask for all of it
 // at once. Else two warpgroups share k, and two blocks a multiprocessor. Where still more blocks would not all run at
-// once, they are of 128 rows of b, or with many rows of a, of 256.
+// once, they are of 128 rows of b, or with many rows of a, of 256. With 5 to 8 rows of a, the largest clusters were
+// faster where blocks share k, and boxes of four chunks where they do not.
 inline std::optional<Plan> plan_of_warpgroups(const Problem& problem, const Device& device) {
   const int64_t chunks = divide_up(problem.k, kChunk);
   const int groups = row_groups_of(problem.m);
   Plan plan{.row_tiles = 1, .row_warps = 4, .depth_warps = 2, .cluster = 1, .phase_steps = 1, .ahead = 1,
             .step_chunks = 2, .stages = 0, .way = Way::kWarpgroups};
   const auto blocks = [&] { return blocks_of(problem, plan); };
-  const bool is_few = problem.m <= kRowsOfLargeCluster, is_some = problem.m > 4 && groups == 1;
+  const bool is_few = problem.m <= kRowsOfLargeCluster, is_5_to_8 = problem.m > 4 && groups == 1;
   const bool is_many = groups >= kGroupsOfMany;
   const int most_blocks = is_few ? kMostCluster : 2, fewest_chunks = is_few ? 32 : is_many ? 64 : 16;
   while (plan.cluster < most_blocks && 2 * blocks() <= device.processors && chunks >= fewest_chunks * plan.cluster) {
@@ -243,10 +244,10 @@ inline std::optional<Plan> plan_of_warpgroups(const Problem& problem, const Devi
   } else if (blocks() > device.processors) {
     plan.row_warps = 8, bytes = kThirdRing;  // of what runs on a multiprocessor at once
     if (plan.step_bytes(groups) > bytes) plan.depth_warps = plan.step_chunks = 1;
-  } else if (is_some && plan.cluster > 2) {
+  } else if (is_5_to_8 && plan.cluster > 2) {
     plan.cluster = kMostCluster, plan.depth_warps = 1;
     bytes = kRingBytesOfTwo;
-  } else if (is_some && plan.cluster == 1 && !leaves_room) {
+  } else if (is_5_to_8 && plan.cluster == 1 && !leaves_room) {
     plan.step_chunks = 4, bytes = kLargeRing;
   } else if (leaves_room && all_bytes <= kWholeRing) {
     plan.depth_warps = own_chunks >= 4 ? 4 : own_chunks >= 2 ? 2 : 1;

@@ -35,7 +35,7 @@ struct WalkFor<float, float, kWidth, kHeads, kWarps> {
 
 // head_dim is at most kWidth, and more than half of it unless kWidth is 64.
 template <typename C, typename T, int kWidth, int kHeads, int kWarps>
-__global__ void __launch_bounds__(kWarps* kWarp, kResident<C, kWidth, kWarps>) attend_kernel(Call<C, T> call) {
+__global__ void __launch_bounds__(kWarps * kWarp, kResident<C, kWidth, kWarps>) attend_kernel(Call<C, T> call) {
   extern __shared__ float4 parts[];  // [kWarps, queries, kPartWidth] floats
   __shared__ Shared<C, T, kWidth, kHeads> shared;
   let_next_kernel_begin();

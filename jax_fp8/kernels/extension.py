@@ -146,7 +146,12 @@ def missing_reason() -> str | None:
 
 def compiled_for(architecture: str) -> bool:
     """Whether the kernels were compiled for an architecture, such as "90a". True without kernels, for references."""
-    return not built() or architecture in build_info()["architectures"]
+    return not built() or architecture in _architectures()
+
+
+def _architectures() -> tuple[str, ...]:
+    names = "" if _extension is None else _extension.architectures()
+    return tuple(name.removesuffix("-real") for name in names.split())
 
 
 def check_target(name: str) -> None:
@@ -199,7 +204,7 @@ def build_info() -> BuildInfo:
         version = _extension.cuda_version()
         cublaslt_version, cublaslt_reason = _extension.cublaslt_version()
         info["cuda_version"] = f"{version // 1000}.{version % 1000 // 10}"
-        info["architectures"] = tuple(name.removesuffix("-real") for name in _extension.architectures().split())
+        info["architectures"] = _architectures()
         info["cublaslt_version"] = cublaslt_version or None
         info["cublaslt_reason"] = cublaslt_reason or None
     return info

@@ -132,7 +132,7 @@ def check_nans(report: Report):
             report.expect("NaN", np.array_equal(np.isnan(d), wanted), f"{pair}, {m} rows")
 
 
-PREPARED = [(1, 6144, 2048), (3, 64, 272), (5, 2048, 4096), (8, 96, 1040), (33, 16384, 2048), (64, 28672, 4096)]
+PREPARED = [(1, 6144, 2048), (3, 64, 272), (5, 2048, 8192), (8, 96, 1040), (33, 16384, 2048), (64, 28672, 4096)]
 ACTIVATIONS = (None, "gelu", "swiglu", "squared_relu", "geglu", "silu")
 
 

@@ -5,11 +5,12 @@
 //         benchmarks/decoding_layers.cu -o decoding_layers
 //     ./decoding_layers                        # GPT-3 1.3B, Llama 3.2 1B and Llama 3 8B, one row
 //     ./decoding_layers --rows 8 --model llama3-8b
-//     ./decoding_layers --rows 64 --cache fp8
+//     ./decoding_layers --rows 64 --cache fp8 --step 127
 //     ./decoding_layers --search               # plans of the four GEMMs, one after the other; a minute
 //
 // As in a chain of text generation, attention and the activation cast what the next GEMM reads. Every layer has weights
-// of its own, so none of them are in L2. A token sees 512 slots of a prompt and 33 new ones.
+// of its own, so none of them are in L2. A token sees a prompt of --prompt slots, 512, and new tokens up to number
+// --step, 32.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -69,7 +70,15 @@ struct Model {
 constexpr Model kModels[] = {{"gpt3-1.3b", 24, 2048, 8192, 16, 16, 128, false},
                              {"llama3.2-1b", 16, 2048, 8192, 32, 8, 64, true},
                              {"llama3-8b", 32, 4096, 14336, 32, 8, 128, true}};
-constexpr int kPromptSlots = 512, kSlots = 768, kStep = 32;
+constexpr int kNewSlots = 256;
+
+// What a token sees: slots of a prompt, and new ones up to number `step`, its own.
+struct Cache {
+  bool fp8 = false;
+  int prompt = 512, step = 32;
+
+  int slots() const { return prompt + kNewSlots; }
+};
 
 // The kernels of a layer, as bits of a set.
 enum : int { kQkv = 1, kOut = 2, kUp = 4, kDown = 8, kAttention = 16, kAll = 31 };
@@ -85,19 +94,19 @@ struct Layer {
 
 class Token {
  public:
-  Token(const Model& model, int rows, bool fp8_cache) : model_(model), rows_(rows), fp8_cache_(fp8_cache) {
+  Token(const Model& model, int rows, const Cache& cache) : model_(model), rows_(rows), cache_(cache) {
     const auto weights = [](int64_t n, int64_t k) { return make<uint8_t>(n * k, Content::kE4M3); };
     const auto floats = [](int64_t count) { return make<uint16_t>(count, Content::kBFloat16); };
     for (int i = 0; i < model.layers; ++i) {
-      const int64_t slots = int64_t{rows} * kv() * kSlots;
+      const int64_t slots = int64_t{rows} * kv() * cache.slots();
       layers_.push_back({weights(queries() + 2 * kv(), model.hidden), weights(model.hidden, queries()),
                          weights(ups(), model.hidden), weights(model.hidden, model.ffn), floats(slots), floats(slots)});
     }
     x_ = floats(rows * model.hidden), y_ = floats(rows * model.hidden), attended_ = weights(rows, queries());
     qkv_ = floats(rows * (queries() + 2 * kv())), middle_ = weights(rows, model.ffn), bias_ = floats(ups());
     cast_ = weights(rows, model.hidden);
-    ones_ = make<float>(std::max(model.hidden, rows * std::max(model.head_dim, kv() * kSlots)), Content::kOnes);
-    lengths_ = on_device(std::vector<int>(rows, kPromptSlots)), step_ = on_device(std::vector<int>{kStep});
+    ones_ = make<float>(std::max(model.hidden, rows * std::max(model.head_dim, kv() * cache.slots())), Content::kOnes);
+    lengths_ = on_device(std::vector<int>(rows, cache.prompt)), step_ = on_device(std::vector<int>{cache.step});
     CHECK(cudaStreamCreate(&stream_));
   }
 
@@ -175,7 +184,7 @@ class Token {
         .key = qkv_ + rows_ * queries(),
         .value = qkv_ + rows_ * (queries() + kv()),
         .type = SourceType::kBFloat16,
-        .is_fp8 = fp8_cache_,
+        .is_fp8 = cache_.fp8,
         .keys = layer.keys,
         .values = layer.values,
         .key_scales = ones_,
@@ -186,7 +195,8 @@ class Token {
         .sin = ones_,
         .attended = attended_,
         .attended_scale = ones_,
-        .sizes = {rows_, model_.kv_heads, model_.heads / model_.kv_heads, model_.head_dim, kSlots, kPromptSlots,
+        .sizes = {rows_, model_.kv_heads, model_.heads / model_.kv_heads, model_.head_dim, cache_.slots(),
+                  cache_.prompt,
                   model_.is_llama ? model_.head_dim / 2 : 0},
         .window = 0,
         .scale = 0.01f,
@@ -197,7 +207,7 @@ class Token {
 
   const Model& model_;
   const int rows_;
-  const bool fp8_cache_;
+  const Cache cache_;
   std::vector<Layer> layers_;
   uint8_t *cast_, *attended_, *middle_;
   uint16_t *x_, *y_, *qkv_, *bias_;
@@ -262,7 +272,8 @@ void search(Token& token, const Model& model, int rows) {
 int main(int count, char** arguments) {
   using namespace decoding_layers;
   int rows = 1;
-  bool searches = false, fp8_cache = false;
+  bool searches = false;
+  Cache cache;
   std::string wanted;
   for (int i = 1; i < count; ++i) {
     const std::string argument = arguments[i];
@@ -272,11 +283,17 @@ int main(int count, char** arguments) {
     } else if (argument == "--rows" && has_value) {
       rows = atoi(arguments[++i]);
     } else if (argument == "--cache" && has_value) {
-      fp8_cache = std::string(arguments[++i]) == "fp8";
+      cache.fp8 = std::string(arguments[++i]) == "fp8";
+    } else if (argument == "--prompt" && has_value) {
+      cache.prompt = atoi(arguments[++i]);
+    } else if (argument == "--step" && has_value) {
+      cache.step = atoi(arguments[++i]);
     } else if (argument == "--model" && has_value) {
       wanted = arguments[++i];
     } else {
-      fprintf(stderr, "the arguments are --rows N, --model NAME, --cache fp8 and --search, got %s\n", argument.c_str());
+      fprintf(stderr,
+              "the arguments are --rows N, --model NAME, --cache fp8, --prompt N, --step N and --search, got %s\n",
+              argument.c_str());
       return 2;
     }
   }
@@ -284,9 +301,14 @@ int main(int count, char** arguments) {
     fprintf(stderr, "--rows must be from 1 to %d, got %d\n", few_rows_gemm::kMostRows, rows);
     return 2;
   }
+  if (cache.prompt < 1 || cache.step < 0 || cache.step >= kNewSlots) {
+    fprintf(stderr, "--prompt must be at least 1 and --step from 0 to %d, got %d and %d\n", kNewSlots - 1, cache.prompt,
+            cache.step);
+    return 2;
+  }
   for (const Model& model : kModels) {
     if (!wanted.empty() && wanted != model.name) continue;
-    Token token(model, rows, fp8_cache);
+    Token token(model, rows, cache);
     searches ? search(token, model, rows) : print_times(token, model, rows);
     CHECK(cudaDeviceSynchronize());
   }

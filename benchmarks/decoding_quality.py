@@ -223,10 +223,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=pathlib.Path, help="file or folder of text instead of Python sources")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "jax_fp8")
-    for name in ("steps", "seq_len", "windows", "prompt"):
+    parser.add_argument("--preset", help="the GPT that is trained, gpt2-124m if not given")
+    sizes = ("num_layers", "steps", "seq_len", "batch_size", "windows", "prompt")
+    for name in sizes:
         parser.add_argument("--" + name.replace("_", "-"), type=int)
     options = parser.parse_args(arguments)
-    given = {name: getattr(options, name) for name in ("steps", "seq_len", "windows", "prompt")}
+    given = {name: getattr(options, name) for name in ("preset", *sizes)}
     settings = SELF_TEST if options.self_test else Reads()
     settings = dataclasses.replace(settings, **{name: value for name, value in given.items() if value is not None})
     try:

@@ -14,6 +14,10 @@ the other tokens is the rest of a call for all of them. "A full window" uses no 
 over prompt and new tokens. For four rows of the largest batch, every generated token is compared with the most likely
 one of the full pass. In bfloat16 and FP8, two tokens can be so close that the order of sums decides; `shortfall` says
 how close.
+
+With --profile, generate.json also has the kernels of a token: a trace of the call for all tokens, less one of the call
+for one token. Under the profiler XLA runs without CUDA graphs. A kernel that starts before the one before it has ended
+counts its wait, too, so the sum can exceed `token ms`.
 """
 
 import argparse
@@ -28,6 +32,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import kernel_profile
 import numpy as np
 import tables
 
@@ -61,6 +66,7 @@ RECIPES = {
     "fp8 weights, fp8 cache": Variant(fp8_weights=True, fp8_cache=True),
     "bf16, fp8 cache": Variant(fp8_cache=True),
     "delayed, fp8 cache": Variant(DELAYED, fp8_cache=True),
+    "delayed, head, fp8 cache": Variant(DELAYED, CURRENT, fp8_cache=True),
 }
 
 
@@ -113,7 +119,7 @@ def seconds(run) -> float:
     return statistics.median(times)
 
 
-def measure_cached(model, variables, prompt, new: int, check: bool, variant: Variant) -> dict:
+def measure_cached(model, variables, prompt, new: int, check: bool, profile: bool, variant: Variant) -> dict:
     floor = floor_bytes(model.config, variant, variables, len(prompt), prompt.shape[1] + new // 2)
     variables = frozen(model, variables) if variant.fp8_weights else variables
     kv_cache_dtype = fp8.E4M3 if variant.fp8_cache else None
@@ -125,7 +131,28 @@ def measure_cached(model, variables, prompt, new: int, check: bool, variant: Var
     row = rates(len(prompt), new - 1, whole - first)
     row |= {"first_ms": 1e3 * first, "compile_s": compiled}
     row |= {"floor_share": 1e3 * floor / bytes_a_second() / row["token_ms"]}
+    row |= {"kernels": kernels_of_token(write, new)} if profile else {}
     return row | (compare(model, variables, prompt, written) if check else {})
+
+
+def kernels_of_token(write, new: int) -> list[dict]:
+    """Launches and microseconds that a token adds, of each kernel, the largest first."""
+
+    def traced(tokens: int) -> dict[str, kernel_profile.Kernel]:
+        events = kernel_profile.record(lambda: jax.block_until_ready(write(max_new_tokens=tokens)))
+        return {kernel.name: kernel for kernel in kernel_profile.summarize(events, 1, {}).kernels}
+
+    first, whole = traced(1), traced(new)
+    none = kernel_profile.Kernel("", "")
+    added = [
+        {
+            "name": name,
+            "launches": (kernel.launches - first.get(name, none).launches) / (new - 1),
+            "us": (kernel.microseconds - first.get(name, none).microseconds) / (new - 1),
+        }
+        for name, kernel in whole.items()
+    ]
+    return sorted((kernel for kernel in added if kernel["launches"] > 0), key=lambda kernel: -kernel["us"])
 
 
 def rates(batch: int, tokens: int, taken: float) -> dict:
@@ -163,7 +190,9 @@ def measure_window(model, variables, prompt, new: int) -> dict:
     return rates(len(prompt), tokens, seconds(lambda: write(variables, window)))
 
 
-def measure(preset: str, recipe: str, batch: int, prompt_tokens: int, new: int, window: bool, check: bool) -> dict:
+def measure(
+    preset: str, recipe: str, batch: int, prompt_tokens: int, new: int, window: bool, check: bool, profile: bool
+) -> dict:
     longest = -(-(prompt_tokens + new) // 16) * 16  # an FP8 head reads multiples of 16 tokens in a full pass
     config = fp8.GPTConfig.preset(preset, max_seq_len=longest)
     variant = RECIPES[recipe]
@@ -171,7 +200,7 @@ def measure(preset: str, recipe: str, batch: int, prompt_tokens: int, new: int, 
     model = fp8.GPT(config, param_dtype=jnp.bfloat16, **recipes)
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (batch, prompt_tokens), np.int32)
     given = model, variables_of(model), prompt, new
-    found = measure_window(*given) if window else measure_cached(*given, check, variant)
+    found = measure_window(*given) if window else measure_cached(*given, check, profile, variant)
     return {"preset": preset, "recipe": recipe, "batch": batch, "reads": "window" if window else "cache"} | found
 
 
@@ -211,6 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens to generate, at least 2")
     parser.add_argument("--no-window", action="store_true", help="do not measure full windows")
+    parser.add_argument("--profile", action="store_true", help="also write the kernels of a token")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--self-test", action="store_true", help="a tiny model and few tokens, to run the whole file")
     options = parser.parse_args(arguments)
@@ -218,6 +248,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.presets, options.batches, options.prompt_tokens, options.new_tokens = ["tiny"], [2], 16, 4
     if options.new_tokens < 2:
         parser.error("--new-tokens must be at least 2")
+    if options.profile and jax.default_backend() != "gpu":
+        parser.error(f"--profile needs a GPU, got {jax.default_backend()}; leave it out")
     shape = options.prompt_tokens, options.new_tokens
     environment, rows = tables.environment(), []
     cases = [
@@ -226,12 +258,12 @@ def main(arguments: list[str] | None = None) -> int:
     for case in cases:
         for window in (False,) if options.no_window or case[1] not in ("bf16", "delayed") else (False, True):
             try:
-                row = measure(*case, *shape, window, check=case[2] == max(options.batches))
+                row = measure(*case, *shape, window, case[2] == max(options.batches), options.profile)
             except (jax.errors.JaxRuntimeError, ValueError) as error:  # the other rows are still worth having
                 named = dict(zip(("preset", "recipe", "batch"), case, strict=True))
                 row = named | {"reads": "window" if window else "cache", "failed": str(error).splitlines()[0][:200]}
             gc.collect()
-            print(json.dumps(row), flush=True)
+            print(json.dumps({name: value for name, value in row.items() if name != "kernels"}), flush=True)
             rows.append(row)
             tables.write(options.output / "generate.md", markdown(environment, *shape, rows))
             found = {"environment": environment, "prompt_tokens": shape[0], "new_tokens": shape[1], "rows": rows}

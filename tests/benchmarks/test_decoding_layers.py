@@ -18,7 +18,8 @@ def test_it_compiles_and_refuses_other_arguments(tmp_path):
     subprocess.run(["nvcc", *options, ROOT / "benchmarks/decoding_layers.cu", "-o", program], check=True, timeout=600)
     for arguments, sentence in {
         ("--rows", "65"): "--rows must be from 1 to 64, got 65",
-        ("--what",): "the arguments are --rows N, --model NAME, --cache fp8 and --search, got --what",
+        ("--what",): "the arguments are --rows N, --model NAME, --cache fp8, --prompt N, --step N and --search, got",
+        ("--step", "256"): "--prompt must be at least 1 and --step from 0 to 255, got 512 and 256",
     }.items():
         done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 2 and sentence in done.stderr

@@ -73,19 +73,6 @@ def test_a_profile_that_fails_costs_no_times(benchmark, tmp_path):
 
 
 @pytest.mark.slow
-def test_generate_runs_whole(benchmark, tmp_path):
-    generate = benchmark("generate")
-    assert generate.main(["--self-test", "--output", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "generate.json").read_text())["rows"]
-    found = [(row["recipe"], row["reads"]) for row in rows]
-    both = [(recipe, reads) for recipe in ("bf16", "delayed") for reads in ("cache", "window")]
-    assert found == [*both, ("delayed, head", "cache")]
-    cached = [row for row in rows if row["reads"] == "cache"]
-    assert all(row["shortfall"] < 0.1 and row["distinct"] > 1 for row in cached)
-    assert "| tiny | delayed | 2 | window |" in (tmp_path / "generate.md").read_text()
-
-
-@pytest.mark.slow
 def test_run_costs_runs_whole(benchmark, tmp_path):
     assert benchmark("run_costs").main(["--self-test", "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "run_costs.json").read_text())

@@ -210,7 +210,7 @@ def test_plan_compiles_a_step_for_gpus_that_are_not_here(monkeypatch, capsys):
 
 
 REFUSED_PLANS = {
-    "axes": (["--mesh", "expert=2"], "a mesh must be axes among pipe, data, fsdp, tensor"),
+    "axes": (["--mesh", "context=2"], "a mesh must be axes among pipe, data, fsdp, expert, tensor"),
     "fewer microbatches than stages": (
         ["--mesh", "pipe=2", "--microbatches", "1"],
         "as many microbatches as stages, or more, got 1 micro",

@@ -22,7 +22,7 @@ from jax import lax
 from jax_fp8.core.paths import LayerPath
 
 SplitDim = Literal["columns", "rows"]
-COLUMNS, ROWS = -1, -2  # dims of a kernel (..., in, features)
+COLUMNS, ROWS, EXPERTS = -1, -2, -3  # dims of a kernel (..., in, features); of experts (..., experts, in, features)
 DIM_OF: dict[SplitDim, int] = {"columns": COLUMNS, "rows": ROWS}
 # jax traces a jitted function once for all calls with the same types of arguments. The context variables below are no
 # arguments, so each context has a number of its own, under which jax traces again.
@@ -55,8 +55,21 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
+class ExpertParallel:
+    """The mesh axis over which the experts of a mixture are split, as an op takes it: static. It splits the batch, too.
+
+    Args:
+      axis: its name.
+      size: the number of devices along it.
+    """
+
+    axis: str
+    size: int
+
+
+@dataclass(frozen=True)
 class ParamSharding:
-    """How a layer lets a param be split over a `tensor` axis.
+    """How a layer lets a param be split over a `tensor` axis, and the kernels of experts over an `expert` axis.
 
     Args:
       dim: the dim that is split, counted from the end; None: the layer needs the whole param.
@@ -70,6 +83,7 @@ class ParamSharding:
       by_rule: other dims that may be split instead, where a user's rule says so.
       columns_of: for a bias, its kernel: the bias is split where the columns of the kernel are.
       logical_name: the name of the dim, for params that carry the names of their dims (nn/names.py).
+      has_experts: the param is (..., experts, in, features), and an `expert` axis splits the experts.
     """
 
     dim: int | None = None
@@ -82,6 +96,7 @@ class ParamSharding:
     columns_of: LayerPath | None = None
     is_shared: bool = False
     logical_name: str = "mlp"
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,12 +108,14 @@ class Shards:
       tensor: how layers are split, or None.
       dims: by the path of a param, the dim that `tensor` splits, counted from the end, or None.
       batch_parts: the number of parts of the batch.
+      experts: how experts are split, or None.
     """
 
     batch_axes: tuple[str, ...]
     tensor: TensorParallel | None
     dims: Mapping[LayerPath, int | None]
     batch_parts: int
+    experts: ExpertParallel | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -135,6 +152,12 @@ def current_tensor() -> TensorParallel | None:
     """How layers are split here, or None."""
     shards = _CURRENT.get()
     return None if shards is None else shards.tensor
+
+
+def current_experts() -> ExpertParallel | None:
+    """How experts are split here, or None."""
+    shards = _CURRENT.get()
+    return None if shards is None else shards.experts
 
 
 def current_amax_axes() -> tuple[str, ...]:

@@ -31,8 +31,9 @@ from jax_fp8.grads.gradients import take_gradients
 from jax_fp8.grads.tape import Measurement, Observed, PassResult, Totals, add_share, nothing_measured
 from jax_fp8.kernels.uninitialized import uninitialized
 from jax_fp8.ops.weights import cast_gemms
-from jax_fp8.parallel.mesh import PIPE, TENSOR, Parallelism
-from jax_fp8.parallel.placement import ParamPlace, Placement
+from jax_fp8.parallel.mesh import PIPE, Parallelism
+from jax_fp8.parallel.param_place import ParamPlace
+from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.runner import run_schedule
 from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_param, own_weights
 from jax_fp8.parallel.ticks import Ticks, make_ticks
@@ -212,7 +213,7 @@ class PipelinePass:
             place = places[(name, *names)]
             if (name, *names) not in in_fp8:
                 return own_param(parts, place)
-            return jnp.full(place.shape_without_fsdp(parallel.size(TENSOR)), jnp.nan, parts[0].dtype)
+            return jnp.full(place.shape_in_layer(parallel), jnp.nan, parts[0].dtype)
 
         return map_with_names(own, *params)
 

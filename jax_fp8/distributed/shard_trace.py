@@ -23,7 +23,8 @@ from jax_fp8.grads.loss_trace import LossTrace, checked, shapes_of
 from jax_fp8.jaxprs.replication import which_differ
 from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import TENSOR, Parallelism, describe_mesh
-from jax_fp8.parallel.placement import ParamPlace, Placement, place_params
+from jax_fp8.parallel.param_place import ParamPlace
+from jax_fp8.parallel.placement import Placement, place_params
 from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.parallel.transfers import can_be_gathered_in_fp8, cuts_squares
 from jax_fp8.state.train_state import TrainState
@@ -120,7 +121,7 @@ def trace_on_shards(
         return jax.ShapeDtypeStruct((*rows, *jnp.shape(x)[1:]), jnp.result_type(x))
 
     def own_part(param: jax.Array, place: ParamPlace) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(place.shape_without_fsdp(parallel.size(TENSOR)), param.dtype)
+        return jax.ShapeDtypeStruct(place.shape_in_layer(parallel), param.dtype)
 
     shapes = shapes_of(variables)
     shapes["params"] = jax.tree.map(own_part, variables["params"], placement.places)

@@ -24,7 +24,8 @@ class Collective:
     Args:
       kind: as HLO calls it: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute".
       arrays: the results of an all-gather, the operands of every other kind. XLA may combine several arrays into one
-        collective.
+        collective. Of a ragged all-to-all it is its operand or its result, whichever is smaller: only devices know how
+        many rows they send, and on average no more than either has.
       devices: how many exchange data in one group.
       times: how often a call of the program runs it.
       launches: kernels between its start and its done, without other collectives; with 0 it is exposed.
@@ -117,6 +118,8 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     of the gathered arrays.
     """
     operands = instruction.operands
+    if instruction.collective == "ragged-all-to-all":  # the others are its output, offsets and sizes
+        return (min(operands[0], operands[1], key=lambda array: array.bytes),)
     return instruction.results[-len(operands) :] if instruction.collective == "all-gather" else operands
 
 

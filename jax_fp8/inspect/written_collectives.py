@@ -37,7 +37,8 @@ class WrittenCollective:
 
     Args:
       name: of the function in `jax.lax`: "psum", "all_gather", "psum_scatter", "all_to_all", "ppermute", ...
-      dtype, shape: of the result of an all_gather; of the operand of any other.
+      dtype, shape: of the result of an all_gather; of a ragged_all_to_all the smaller of operand and result; of the
+        operand of any other.
       axes: the mesh axes over which it sends.
       devices: how many exchange data in one group.
       count: how often a call executes it.
@@ -96,8 +97,9 @@ def _collectives(equation: JaxprEqn, sizes: Mapping[str, int], count: int) -> It
     if all(source == target for source, target in params.get("perm", [(0, 1)])):
         devices = 1  # each device sends to itself: nothing goes over the wire
     arrays = equation.outvars if kind == "all-gather" else equation.invars
-    # The other operands of a ragged_all_to_all are its output and the offsets and sizes of its pieces.
-    for array in arrays[: 1 if kind == "ragged-all-to-all" else None]:
+    if kind == "ragged-all-to-all":  # counted as in inspect/collectives.py
+        arrays = [min(arrays[:2], key=lambda array: math.prod(shaped(array).shape))]
+    for array in arrays:
         aval = shaped(array)
         bytes_each = ring_bytes(kind, math.prod(aval.shape) * aval.dtype.itemsize, devices)
         yield WrittenCollective(name, aval.dtype.name, aval.shape, axes, devices, count, bytes_each)

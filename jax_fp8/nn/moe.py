@@ -19,7 +19,7 @@ from flax.typing import Dtype, Initializer
 from jax_fp8.core.checks import check_integer, check_number
 from jax_fp8.core.paths import experts_name, joined_name
 from jax_fp8.core.recipe_rules import recipe_of_all
-from jax_fp8.core.shards import ParamSharding, current_tensor, declare_sharding
+from jax_fp8.core.shards import ParamSharding, current_experts, current_tensor, declare_sharding
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
@@ -158,7 +158,7 @@ class LayerNormMoE(Fp8Module):
         routing = route(normalized, router.kernel, RouterRule.from_fields(vars(self)), router.bias, mask)
         router.record.measure(EXPERT_SHARES, routing.fractions)
         self._sow(routing)
-        expert_rows = sort_tokens(routing.experts, self.num_experts)
+        expert_rows = sort_tokens(routing.experts, self.num_experts, current_experts())
         rows, amaxes = expert_mlp(
             normalized,
             expert_rows,
@@ -186,7 +186,8 @@ class LayerNormMoE(Fp8Module):
         self, names: tuple[str, ...], in_features: int, features: int, init: Initializer, axes: tuple[str, ...]
     ) -> DeclaredGemm:
         """One grouped GEMM by the kernels of these layers side by side; `axes` are the names of their dims."""
-        shape = self.num_experts, in_features, features
+        split = current_experts()
+        shape = self.num_experts // (split.size if split else 1), in_features, features  # of this device
         axes_if_named = axes if self.logical_axes else None
         kernels = tuple(_Experts(shape, init, axes_if_named, self.param_dtype, name=name)() for name in names)
         recipe = recipe_of_all(self.recipe, self.path, names)
@@ -229,7 +230,7 @@ class _Experts(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        declare_sharding((*self.path, "kernel"), ParamSharding())
+        declare_sharding((*self.path, "kernel"), ParamSharding(has_experts=True))
 
         def init_each(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
             experts, *kernel_shape = shape
@@ -258,6 +259,6 @@ def _check_fields(module: LayerNormMoE) -> None:
     tensor = current_tensor()
     if tensor is not None:
         raise ValueError(
-            f"{layer}: a mixture of experts needs all experts on every device, got {tensor.axis}={tensor.size}; "
-            "use a mesh with the axes data and fsdp alone"
+            f"{layer}: a mixture of experts is split by whole experts alone, got {tensor.axis}={tensor.size}; use a "
+            "mesh with the axes data, fsdp and expert"
         )

@@ -5,6 +5,9 @@
 The kernels that activate and cast are those of ops/norm_mlp.py, which treat rows in groups as any other matrix. Kept
 for the backward: the input of the activation, and the FP8 residuals of both GEMMs, for all rows. With `recompute` the
 tokens are kept instead of the FP8 input of `up`; that saves memory where something else keeps them anyway.
+
+Where experts are split over devices, rows go to their expert in FP8, where the recipe has one scale a tensor, and
+results and gradients travel in `dtype`.
 """
 
 from dataclasses import dataclass, replace
@@ -13,8 +16,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.activation import (
     activate,
@@ -24,9 +29,12 @@ from jax_fp8.kernels.activation import (
     activation_backward_quantize,
     activation_quantize,
 )
-from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.vma import match_vma
-from jax_fp8.ops.expert_rows import ExpertRows, take_rows, untake_rows
+from jax_fp8.ops.collectives import whole_pair
+from jax_fp8.ops.expert_rows import ExpertRows, take_own_rows, take_rows, untake_rows
+from jax_fp8.ops.expert_travel import Travel, send_rows
 from jax_fp8.ops.grouped_linear import (
     backward_dgrad,
     backward_wgrad,
@@ -108,7 +116,7 @@ def _run(
     gemms: tuple[Fp8Gemm, Fp8Gemm],
     keep: bool,
 ):
-    rows = quantize_input(take_rows(x, where), gemms[0], keep)
+    rows = _input_rows(x, where, gemms[0], keep)
     hidden, up_amaxes, up_kept = forward_experts(rows, up, where.starts, gemms[0], static.dtype)
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
     pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
@@ -157,7 +165,7 @@ def _backward(static: _Static, residuals: tuple, cotangents: tuple):
         lambda dy, x: (activate_backward(dy, x, static.activation),), (dactivated, hidden), dhidden, up_gemm
     )
     down_kept = replace(down_kept, x_transposed=activated)
-    up_kept = up_kept.with_input(lambda x, cast: quantize_transpose(take_rows(x, where), cast), x, after=dactivated)
+    up_kept = up_kept.with_input(partial(_rows_again, where), x, after=dactivated)
     drows = backward_dgrad(dhidden, up_kept, starts, up_gemm, static.dtype)
     ddown = backward_wgrad(quantized, down_kept, down_like, starts, down_gemm, static.down_widths)
     dup = backward_wgrad(dhidden, up_kept, up_like, starts, up_gemm, static.up_widths)
@@ -166,3 +174,31 @@ def _backward(static: _Static, residuals: tuple, cotangents: tuple):
 
 
 _expert_mlp.defvjp(_forward, _backward)
+
+
+# ---- rows in FP8 -----------------------------------------------------------------------------------------------------
+
+
+def _input_rows(x: jax.Array, where: ExpertRows, gemm: Fp8Gemm, keep: bool) -> GemmInput:
+    """The rows of tokens in groups, in FP8. With one scale a tensor they are cast before they travel. With scales by
+    tile they travel in their own dtype: tiles of the transpose lie along a group.
+    """
+    own = take_own_rows(x, where)
+    if where.travel is None:
+        return quantize_input(own, gemm, keep)
+    if gemm.cast(INPUT, partial(amax, own)).rule.tile is not None:
+        return quantize_input(send_rows(own, where.travel), gemm, keep)
+    cast = quantize_input(own, gemm, keep=False)
+    return replace(cast, pair=_sent(cast.pair, where.travel, keep))
+
+
+def _rows_again(where: ExpertRows, x: jax.Array, cast: Cast) -> Fp8Pair:
+    """The rows of `_input_rows` in both orientations, by the cast that they had."""
+    if where.travel is None or cast.rule.tile is not None:
+        return quantize_transpose(take_rows(x, where), cast)
+    return _sent(quantize_rowwise(take_own_rows(x, where), cast), where.travel, keep=True)
+
+
+def _sent(own: Fp8Pair, travel: Travel, keep: bool) -> Fp8Pair:
+    """Rows with one scale in the groups of their experts, with `keep` in both orientations."""
+    return whole_pair(replace(own.rowwise, values=send_rows(own.rowwise.values, travel)), own, keep)

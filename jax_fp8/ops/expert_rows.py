@@ -10,7 +10,9 @@ for each expert.
 Both directions are gathers, and so are their gradients. No two rows are written to one place, so every sum has a fixed
 order, and padding of groups reaches no gradient.
 
-On an Explicit mesh that splits the tokens, each device sorts its own, and nothing is sent.
+Where a step splits the experts over a mesh axis, rows are sorted on the device of their tokens, without gaps, and
+travel to the groups on the devices of their experts (ops/expert_travel.py). On an Explicit mesh that splits the tokens,
+each device has all experts and sorts its own tokens, and nothing is sent.
 """
 
 from collections.abc import Callable
@@ -20,9 +22,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.shards import ExpertParallel
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import collect, explicit_mesh, explicit_spec, parse_rule
 from jax_fp8.kernels.grouped_gemm import GROUP_ROWS
+from jax_fp8.ops.expert_travel import Travel, most_rows, plan_travel, return_rows, send_rows
 from jax_fp8.ops.parameters import ParamInfo
 
 
@@ -35,37 +39,49 @@ class ExpertRows:
       rows: i32[tokens, choices], the row of a token for each of its experts; the number of rows for padding tokens.
       pairs: i32[rows], the token and choice in a row, `token * choices + choice`; `tokens * choices` in rows that pad a
         group, or come after the last one.
-      starts: i32[experts + 1], the first row of each group, and where the last one ends.
+      starts: i32[experts + 1], the first row of each group of this device's experts, and where the last one ends.
+      travel: how rows travel from their tokens to the groups; None where the rows of tokens are those of the groups.
     """
 
     rows: jax.Array
     pairs: jax.Array
     starts: jax.Array
+    travel: Travel | None = None
 
 
-def rows_needed(pairs: int, experts: int) -> int:
-    """The most rows that `pairs` tokens and choices can take in groups of a multiple of 128."""
-    return (pairs + (GROUP_ROWS - 1) * min(experts, pairs)) // GROUP_ROWS * GROUP_ROWS
+def rows_needed(pairs: int, experts: int, multiple: int = GROUP_ROWS) -> int:
+    """The most rows that `pairs` tokens and choices can take in groups of a multiple of so many."""
+    return (pairs + (multiple - 1) * min(experts, pairs)) // multiple * multiple
 
 
-def sort_tokens(choices: jax.Array, experts: int) -> ExpertRows:
+def sort_tokens(choices: jax.Array, experts: int, split: ExpertParallel | None = None) -> ExpertRows:
     """Rows for tokens whose experts are `choices`, i32[tokens, choices], each from 0 to `experts - 1`, or `experts` for
-    padding, which gets no row. The tokens of an expert stay in their order.
+    padding, which gets no row. The tokens of an expert stay in their order. `split` says how experts are split over
+    devices.
     """
-    return ExpertRows(*on_own_tokens("t c -> t c, r, s", partial(_sort, experts), choices))
+    if split is None:
+        rows, pairs, starts = on_own_tokens("t c -> t c, r, s", partial(_sort, experts, GROUP_ROWS), choices)
+        return ExpertRows(rows, pairs, starts)
+    tokens, of_token = choices.shape
+    own_experts = experts // split.size
+    rows, pairs, starts = _sort(experts, 1, choices)
+    group_rows = rows_needed(most_rows(tokens, of_token, own_experts, split.size), own_experts)
+    travel, group_starts = plan_travel(jnp.diff(starts), pairs.size, group_rows, split)
+    return ExpertRows(rows, pairs, group_starts, travel)
 
 
-def _sort(experts: int, choices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sort(experts: int, multiple: int, choices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """With groups of a multiple of so many rows."""
     chosen = choices.reshape(-1)
     pairs = chosen.size
     order = jnp.argsort(chosen, stable=True)  # pairs, by their experts
     places = jnp.argsort(order)  # of each pair in this order
     expert = jnp.arange(experts, dtype=jnp.int32)
     counts = jnp.sum(chosen[:, None] == expert[None], axis=0, dtype=jnp.int32)
-    filled_up = (counts + GROUP_ROWS - 1) // GROUP_ROWS * GROUP_ROWS
+    filled_up = (counts + multiple - 1) // multiple * multiple
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(filled_up, dtype=jnp.int32)])
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # of each expert, in the order of pairs
-    row = jnp.arange(rows_needed(pairs, experts), dtype=jnp.int32)
+    row = jnp.arange(rows_needed(pairs, experts, multiple), dtype=jnp.int32)
     rows = starts[chosen] + places.astype(jnp.int32) - first.at[chosen].get(mode="clip")
     rows = jnp.where(chosen < experts, rows, row.size)
     of_row = jnp.sum(row[:, None] >= starts[None, 1:-1], axis=1, dtype=jnp.int32)
@@ -74,23 +90,37 @@ def _sort(experts: int, choices: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
     return rows.reshape(choices.shape), jnp.where(number < counts[of_row], pair, pairs), starts
 
 
-@jax.custom_vjp
 def take_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
     """The rows (rows, features) of tokens `x` (tokens, features), in groups; zeros where a row has no token."""
-    return on_own_tokens("t h, r, t c -> r h", _take, x, where.pairs, where.rows)[0]
+    own = take_own_rows(x, where)
+    return own if where.travel is None else send_rows(own, where.travel)
 
 
-@jax.custom_vjp
 def combine_rows(
     rows: jax.Array, weights: jax.Array, where: ExpertRows, residual: jax.Array | None = None
 ) -> jax.Array:
     """For each token, the sum of its rows, each times its weight: (tokens, features) in the dtype of `rows`.
 
     Args:
-      rows: (rows, features).
+      rows: (rows, features), in groups.
       weights: f32[tokens, choices]. Sums are in float32.
       residual: (tokens, features), of the dtype of `rows`, added before the sum is rounded.
     """
+    own = rows if where.travel is None else return_rows(rows, where.travel)
+    return _combine_rows(own, weights, where, residual)
+
+
+# ---- of the rows of a device's own tokens ----------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def take_own_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
+    """The rows of `take_rows` before they travel; all of them where none travels."""
+    return on_own_tokens("t h, r, t c -> r h", _take, x, where.pairs, where.rows)[0]
+
+
+@jax.custom_vjp
+def _combine_rows(rows: jax.Array, weights: jax.Array, where: ExpertRows, residual: jax.Array | None) -> jax.Array:
     added = () if residual is None else (residual,)
     rule = f"r h, t c, t c{', t h' * len(added)} -> t h"
     return on_own_tokens(rule, _combine, rows, weights, where.rows, *added)[0]
@@ -113,11 +143,15 @@ def _rows_at(rows: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def _take_forward(x: jax.Array, where: ExpertRows):
-    return take_rows(x, where), (ParamInfo.from_arrays(x), where)
+    return take_own_rows(x, where), (ParamInfo.from_arrays(x), where)
 
 
 def untake_rows(drows: jax.Array, where: ExpertRows) -> jax.Array:
     """The gradient of `take_rows`: for each token the sum of its rows, (tokens, features)."""
+    return _untake_rows(drows if where.travel is None else return_rows(drows, where.travel), where)
+
+
+def _untake_rows(drows: jax.Array, where: ExpertRows) -> jax.Array:
     return on_own_tokens("r h, t c -> t h", _sum_of_rows, drows, where.rows)[0]
 
 
@@ -127,11 +161,11 @@ def _sum_of_rows(rows: jax.Array, of_tokens: jax.Array) -> tuple[jax.Array]:
 
 def _take_backward(kept: tuple, drows: jax.Array):
     like, where = kept
-    return like.place(untake_rows(drows, where)), None
+    return like.place(_untake_rows(drows, where)), None
 
 
 def _combine_forward(rows: jax.Array, weights: jax.Array, where: ExpertRows, residual: jax.Array | None):
-    return combine_rows(rows, weights, where, residual), (rows, weights, where, ParamInfo.from_arrays(residual))
+    return _combine_rows(rows, weights, where, residual), (rows, weights, where, ParamInfo.from_arrays(residual))
 
 
 def _combine_backward(kept: tuple, dy: jax.Array):
@@ -153,8 +187,8 @@ def _gradients_of_sum(
     return drows, jnp.stack(products, axis=1)
 
 
-take_rows.defvjp(_take_forward, _take_backward)
-combine_rows.defvjp(_combine_forward, _combine_backward)
+take_own_rows.defvjp(_take_forward, _take_backward)
+_combine_rows.defvjp(_combine_forward, _combine_backward)
 
 
 def on_own_tokens(rule: str, local: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:

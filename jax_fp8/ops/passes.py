@@ -98,7 +98,7 @@ def keeping_products(function: Callable, recompute: bool) -> Callable:
 
 
 def _is_product_or_collective(primitive: Primitive, *_: object, **__: object) -> bool:
-    kept = "dot_general", "ragged_dot", "psum", "all_gather", "reduce_scatter", "all_to_all"
+    kept = "dot_general", "ragged_dot", "psum", "all_gather", "reduce_scatter", "all_to_all", "ragged_all_to_all"
     return primitive.name.startswith(kept)
 
 

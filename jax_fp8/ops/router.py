@@ -18,8 +18,9 @@ tokens.
 
 A correction bias balances without a loss (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). It is added to
 the scores where experts are chosen, and to no weight. No loss has a gradient for it. In its place the backward returns
-how far f_e is above its mean, times 2⁻²⁰: such gradients add up over microbatches and devices as all others do, only
-their sign counts (`balance_experts`), and next to other gradients they vanish in a global norm.
+how far f_e is above its mean, times 2⁻²⁰, of which each device has its share: such gradients add up over microbatches
+and devices as all others do, only their sign counts (`balance_experts`), and next to other gradients they vanish in a
+global norm.
 
 Padding goes to no expert: its choices are `experts`, one past the last, its weights are 0, and means leave it out.
 """
@@ -163,7 +164,7 @@ def route(
         weights = weights * rule.scale
     fractions = sum_over_batch(_mean(is_chosen, is_token) / rule.choices) / parts_of_batch()
     if bias is not None:
-        weights = _with_load(weights, bias, fractions - jnp.mean(fractions))
+        weights = _with_load(weights, bias, (fractions - jnp.mean(fractions)) / parts_of_batch())
     shares = scores
     if rule.scores == "sigmoid":
         shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + LEAST_TOTAL)

@@ -2,6 +2,7 @@
 
     data     splits the batch; params are the same on all its devices
     fsdp     splits the batch too, and params, gradients and optimizer state (ZeRO: https://arxiv.org/abs/1910.02054)
+    expert   splits the batch too, and the experts of a mixture: tokens travel to their experts
     tensor   splits layers; the batch is the same on all its devices
     pipe     each of its devices computes some of the layers, one microbatch after the other; it splits the storage of
              params, as `fsdp` does
@@ -23,13 +24,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_fp8.core.checks import check_bool, describe
-from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.shards import ExpertParallel, TensorParallel
 from jax_fp8.core.types import Batch
 from jax_fp8.parallel.schedule import Schedule
 from jax_fp8.parallel.schedules import make_schedule
 
-PIPE, DATA, FSDP, TENSOR = "pipe", "data", "fsdp", "tensor"
-AXES = (PIPE, DATA, FSDP, TENSOR)
+PIPE, DATA, FSDP, EXPERT, TENSOR = "pipe", "data", "fsdp", "expert", "tensor"
+AXES = (PIPE, DATA, FSDP, EXPERT, TENSOR)
+BATCH_AXES = (DATA, FSDP, EXPERT)  # each splits the batch
 Rules = Sequence[tuple[str, PartitionSpec]]
 GRADIENT_DTYPES = ("float32", "bfloat16")
 
@@ -42,10 +44,11 @@ class Parallelism:
     objects with the same values are equal and have the same hash.
 
     Args:
-      mesh: a `jax.sharding.Mesh`. Its axes `data` and `fsdp` split the batch. `fsdp` splits params and optimizer state
-        too (ZeRO, https://arxiv.org/abs/1910.02054). `tensor` splits the layers (https://arxiv.org/abs/1909.08053), and
-        `pipe` makes them stages of a pipeline, through which microbatches pass. Any may be left out. An axis by another
-        name is refused.
+      mesh: a `jax.sharding.Mesh`. Its axes `data`, `fsdp` and `expert` split the batch. `fsdp` splits params and
+        optimizer state too (ZeRO, https://arxiv.org/abs/1910.02054), and `expert` the experts of mixtures
+        (https://arxiv.org/abs/2006.16668). `tensor` splits the layers (https://arxiv.org/abs/1909.08053), and `pipe`
+        makes them stages of a pipeline, through which microbatches pass. Any may be left out. An axis by another name
+        is refused.
       rules: pairs of a pattern and a `PartitionSpec`. A rule applies to the params in whose path (names joined by "/")
         `re.search` finds the pattern; the first such rule counts. Its spec names `fsdp` and `tensor`, and describes the
         param's last dims. Without a rule, a param's layer and its shape decide.
@@ -109,7 +112,7 @@ class Parallelism:
     @cached_property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that split the batch."""
-        return tuple(axis for axis in (DATA, FSDP) if self.size(axis) > 1)
+        return tuple(axis for axis in BATCH_AXES if self.size(axis) > 1)
 
     @property
     def batch_parts(self) -> int:
@@ -143,6 +146,11 @@ class Parallelism:
     def tensor(self) -> TensorParallel | None:
         size = self.size(TENSOR)
         return TensorParallel(TENSOR, size, self.sequence_parallel) if size > 1 else None
+
+    @property
+    def experts(self) -> ExpertParallel | None:
+        size = self.size(EXPERT)
+        return ExpertParallel(EXPERT, size) if size > 1 else None
 
     @property
     def batch_spec(self) -> PartitionSpec:

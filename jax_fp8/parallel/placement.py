@@ -3,10 +3,11 @@
     shardings that layers declare, rules ─place_params→ a ParamPlace for each param ─→ specs of params, optimizer state
                                                         and for each kernel that is frozen in FP8 by itself
 
-A `tensor` axis splits the dim that a layer declares (its columns, rows, heads). `fsdp` splits the rows of every matrix:
-a shard is then contiguous, and a gathered matrix needs no permutation. Vectors stay whole, for they are small. `pipe`
-splits the parts of `fsdp`: the devices of all stages store a part of each layer, whichever stage computes it. So params
-are the same tree on every mesh, and each device updates an equal share of them.
+A `tensor` axis splits the dim that a layer declares (its columns, rows, heads), and an `expert` axis the experts of a
+mixture, whatever rules say. `fsdp` splits the rows of every matrix: a shard is then contiguous, and a gathered matrix
+needs no permutation. Vectors stay whole, for they are small. `pipe` splits the parts of `fsdp`: the devices of all
+stages store a part of each layer, whichever stage computes it. So params are the same tree on every mesh, and each
+device updates an equal share of them.
 """
 
 import math
@@ -24,49 +25,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.frozen import frozen_kernels
 from jax_fp8.core.paths import LayerPath, map_with_names, names_of
-from jax_fp8.core.shards import ParamSharding, Shards
+from jax_fp8.core.shards import EXPERTS, ParamSharding, Shards
 from jax_fp8.core.types import PyTree
-from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism, Rules
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class ParamPlace:
-    """Where a param lies.
-
-    Args:
-      shape: of the whole param.
-      tensor_dim, fsdp_dim: the dims, counted from the end, that these axes split; None where they split none. All axes
-        of `storage` split `fsdp_dim`.
-      is_partial: every device of `tensor` has the whole param and uses a part of it: the gradient is a sum over them.
-      dtype: the dtype in which layers read it; None if they read it in several, or in its own.
-      storage: the axes `fsdp` and `pipe`, as far as the mesh has them.
-    """
-
-    shape: tuple[int, ...]
-    tensor_dim: int | None = None
-    fsdp_dim: int | None = None
-    is_partial: bool = False
-    dtype: jax.typing.DTypeLike | None = None
-    storage: tuple[str, ...] = (FSDP,)
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """Where several axes split one dim, `fsdp` splits the parts of `tensor`, and `pipe` those of `fsdp`."""
-        of_dims: list[tuple[str, ...]] = [()] * len(self.shape)
-        for dim, axes in ((self.tensor_dim, (TENSOR,)), (self.fsdp_dim, self.storage)):
-            if dim is not None:
-                of_dims[dim] += axes
-        while of_dims and not of_dims[-1]:
-            of_dims.pop()
-        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in of_dims))
-
-    def shape_without_fsdp(self, tensor: int) -> tuple[int, ...]:
-        """The shape of a device's part of the param, gathered over `storage`; `tensor` devices split the layer."""
-        shape = list(self.shape)
-        if self.tensor_dim is not None:
-            shape[self.tensor_dim] //= tensor
-        return tuple(shape)
+from jax_fp8.parallel.mesh import EXPERT, FSDP, PIPE, TENSOR, Parallelism, Rules
+from jax_fp8.parallel.param_place import ParamPlace
 
 
 @dataclass(frozen=True)
@@ -93,7 +55,8 @@ class Placement:
     def shards(self) -> Shards:
         """How layers find their params and the batch split, in the program of one device."""
         dims = {path: place.tensor_dim for path, place in (self.by_path | {**self.frozen}).items()}
-        return Shards(self.parallel.batch_axes, self.parallel.tensor, dims, self.parallel.batch_parts)
+        parallel = self.parallel
+        return Shards(parallel.batch_axes, parallel.tensor, dims, parallel.batch_parts, parallel.experts)
 
     @property
     def shards_of_weights(self) -> Shards:
@@ -154,6 +117,11 @@ def place_params(
         return _as_declared(parallel, path, leaf.shape, declared.get(path, ParamSharding()))
 
     def place_frozen(path: LayerPath, pair: Fp8Pair) -> ParamPlace:
+        if parallel.experts is not None and declared.get(path, ParamSharding()).has_experts:
+            raise ValueError(
+                f"{'/'.join(path)}: frozen kernels of experts must be whole on every device, got "
+                f"{EXPERT}={parallel.experts.size}; name that axis data"
+            )
         *stacked, n, k = pair.columnwise.shape
         own = replace(place(path, jax.ShapeDtypeStruct((*stacked, k, n), pair.columnwise.dtype)), fsdp_dim=None)
         _check_tiles(parallel, path, pair.columnwise, own.tensor_dim)
@@ -203,8 +171,22 @@ def _as_declared(parallel: Parallelism, path: LayerPath, shape: tuple[int, ...],
         if not (sharding.or_whole and size % _pieces(sharding) == 0):
             _refuse(path, shape, size, sharding)
         dim, is_partial = None, True
-    own = ParamPlace(shape, dim, None, is_partial, sharding.dtype, parallel.storage_axes)
-    return replace(own, fsdp_dim=_fsdp_dim(own.shape_without_fsdp(size), parallel.storage_parts))
+    expert_dim = _expert_dim(parallel, path, shape, sharding)
+    own = ParamPlace(shape, dim, None, is_partial, sharding.dtype, parallel.storage_axes, expert_dim)
+    return replace(own, fsdp_dim=_fsdp_dim(own.shape_in_layer(parallel), parallel.storage_parts))
+
+
+def _expert_dim(parallel: Parallelism, path: LayerPath, shape: tuple[int, ...], sharding: ParamSharding) -> int | None:
+    """The dim that `expert` splits; raises unless all its devices get as many experts."""
+    if parallel.experts is None or not sharding.has_experts:
+        return None
+    size, experts = parallel.experts.size, shape[EXPERTS]
+    if experts % size:
+        raise ValueError(
+            f"{EXPERT}={size} must divide the experts of {'/'.join(path)}, got {experts} in shape {shape}; choose "
+            f"another size of the axis, or {math.ceil(experts / size) * size} experts"
+        )
+    return EXPERTS
 
 
 def _pieces(sharding: ParamSharding) -> int:
@@ -252,7 +234,8 @@ def _by_rule(
     tensor_dim = dims.get(TENSOR) if parallel.size(TENSOR) > 1 else None
     fsdp_dim = dims.get(FSDP) if parallel.storage_axes else None
     is_partial = (sharding.or_whole or sharding.is_shared) and parallel.size(TENSOR) > 1 and tensor_dim is None
-    place = ParamPlace(shape, tensor_dim, fsdp_dim, is_partial, sharding.dtype, parallel.storage_axes)
+    expert_dim = _expert_dim(parallel, path, shape, sharding)
+    place = ParamPlace(shape, tensor_dim, fsdp_dim, is_partial, sharding.dtype, parallel.storage_axes, expert_dim)
     _check_is_declared(parallel, path, place, rule, sharding)
     if tensor_dim is not None and tensor_dim == sharding.dim and _pieces(sharding) % parallel.size(TENSOR):
         if sharding.or_whole and parallel.size(TENSOR) % _pieces(sharding) == 0:

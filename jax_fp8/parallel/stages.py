@@ -20,9 +20,9 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.shards import largest_amax, scattered_sum
 from jax_fp8.ops.collectives import whole_pair
 from jax_fp8.parallel.mesh import FSDP, PIPE, Parallelism
-from jax_fp8.parallel.placement import ParamPlace
+from jax_fp8.parallel.param_place import ParamPlace
 from jax_fp8.parallel.schedules import layers_of_stage
-from jax_fp8.parallel.transfers import sum_over, summed_axes
+from jax_fp8.parallel.transfers import axes_of_sum, sum_over
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _exchanged(parts: Sequence[Fp8Pair], place: ParamPlace) -> Fp8Array:
 
 def gradients_of_layers(parallel: Parallelism, gradient: jax.Array, place: ParamPlace) -> tuple[jax.Array, ...]:
     """The gradients of this device's shards of the layers of all stages, from the gradient of the stage's own layer."""
-    axes = summed_axes(parallel)
+    axes = axes_of_sum(parallel, place)
     if place.fsdp_dim is None:
         mine = jnp.arange(parallel.stages) == lax.axis_index(PIPE)
         of_all = jnp.where(mine.reshape(-1, *[1] * gradient.ndim), gradient, 0)

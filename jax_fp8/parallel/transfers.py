@@ -19,8 +19,9 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import largest_amax, scattered_sum
 from jax_fp8.core.types import PyTree
 from jax_fp8.ops.collectives import whole_pair
-from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism
-from jax_fp8.parallel.placement import ParamPlace, Placement
+from jax_fp8.parallel.mesh import EXPERT, FSDP, PIPE, TENSOR, Parallelism
+from jax_fp8.parallel.param_place import ParamPlace
+from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.tiles import has_whole_squares
 
 
@@ -35,7 +36,7 @@ def gather_params(placement: Placement, params: PyTree, in_fp8: Collection[Layer
 
     def gather(path: LayerPath, param: jax.Array, place: ParamPlace) -> jax.Array:
         if path in in_fp8:
-            shape = place.shape_without_fsdp(parallel.size(TENSOR))
+            shape = place.shape_in_layer(parallel)
             return jnp.full(shape, jnp.nan, param.dtype if parallel.gradient_dtype is None else parallel.gradient_dtype)
         if place.fsdp_dim is None:
             return param
@@ -68,11 +69,7 @@ def can_be_gathered_in_fp8(places: Collection[ParamPlace]) -> bool:
 
 def cuts_squares(parallel: Parallelism, places: Collection[ParamPlace], recipe: Recipe) -> bool:
     """Whether a tile of these kernels would lie on two devices. Such kernels cannot be gathered in FP8."""
-    rows = {
-        place.shape_without_fsdp(parallel.size(TENSOR))[-2] // parallel.storage_parts
-        for place in places
-        if place.fsdp_dim
-    }
+    rows = {place.shape_in_layer(parallel)[-2] // parallel.storage_parts for place in places if place.fsdp_dim}
     return not all(has_whole_squares(recipe, of_device) for of_device in rows)
 
 
@@ -108,6 +105,13 @@ def summed_axes(parallel: Parallelism) -> tuple[str, ...]:
     return parallel.batch_axes + ((PIPE,) if parallel.stages > 1 else ())
 
 
+def axes_of_sum(parallel: Parallelism, place: ParamPlace) -> tuple[str, ...]:
+    """The axes over which the gradient of a param is a sum. A device has seen the tokens of all devices of `expert` in
+    its own experts.
+    """
+    return tuple(axis for axis in summed_axes(parallel) if place.expert_dim is None or axis != EXPERT)
+
+
 def on_any_device(parallel: Parallelism, flag: jax.Array) -> jax.Array:
     """Whether a flag bool[] is set on any device: then all devices take the same branch."""
     return lax.pmax(flag.astype(jnp.int32), parallel.mesh.axis_names) > 0
@@ -115,7 +119,7 @@ def on_any_device(parallel: Parallelism, flag: jax.Array) -> jax.Array:
 
 def sum_of(parallel: Parallelism, gradient: jax.Array, place: ParamPlace) -> jax.Array:
     """The gradient of a device's shard, from each device's contribution to the gradient of the whole param."""
-    axes = summed_axes(parallel)
+    axes = axes_of_sum(parallel, place)
     if place.fsdp_dim is not None:
         dim = gradient.ndim + place.fsdp_dim
         gradient = scattered_sum(gradient, place.storage, dim)

@@ -19,7 +19,7 @@ from jax_fp8.models.gpt import GPT
 from jax_fp8.models.remat import Remat
 from jax_fp8.optim.freeze import freeze
 from jax_fp8.optim.fused_adam import fused_adamw
-from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, parse_axes
+from jax_fp8.parallel.mesh import BATCH_AXES, EXPERT, PIPE, parse_axes
 from jax_fp8.state.frozen_kernels import freeze_kernels
 
 RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
@@ -64,7 +64,7 @@ class Choices:
         """Sequences of a step on all devices; by default 8 in each microbatch of each part of the batch."""
         if self.batch is not None:
             return self.batch
-        return 8 * self.axes.get(DATA, 1) * self.axes.get(FSDP, 1) * self.microbatches_of_step
+        return 8 * math.prod(self.axes.get(axis, 1) for axis in BATCH_AXES) * self.microbatches_of_step
 
     @property
     def microbatches_of_step(self) -> int:
@@ -80,6 +80,8 @@ class Choices:
         check_integer("batch", self.sequences)
         if self.config.num_experts:
             raise ValueError(f"plan needs a model without experts, got --preset {self.preset}; choose another preset")
+        if self.axes.get(EXPERT, 1) > 1:
+            raise ValueError(f"plan needs a mesh without the axis {EXPERT}, got --mesh {self.mesh}; name it data")
         if self.recompute and self.remat != "none":
             raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; give one of them")
         if self.fp8_attention and self.recipe != "delayed":

@@ -203,12 +203,18 @@ def _check_processes(settings: Settings) -> None:
 
 def check_on_mesh(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
     """Raise unless each device gets equal parts of a batch and of the model."""
-    stages, data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
-    parts = data * fsdp * settings.microbatches
+    stages, data, fsdp, expert, tensor = (mesh.shape[axis] for axis in AXES)
+    of_batch = data * fsdp * expert
+    parts = of_batch * settings.microbatches
     if settings.batch_size % parts:
         raise ValueError(
-            f"--batch-size must be a multiple of {parts}, data x fsdp = {data * fsdp} parts of each of "
+            f"--batch-size must be a multiple of {parts}, data x fsdp x expert = {of_batch} parts of each of "
             f"{settings.microbatches} microbatches, got {settings.batch_size}; change it, --microbatches or --mesh"
+        )
+    if model.num_experts % expert:
+        raise ValueError(
+            f"--mesh with expert={expert} must divide the model's {model.num_experts} experts, got --mesh "
+            f"{settings.mesh}; choose another size of that axis"
         )
     sequences = settings.batch_size // parts
     if sequences * settings.seq_len % 16:
@@ -221,10 +227,10 @@ def check_on_mesh(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
             f"--sequence-parallel with tensor={tensor} must divide a sequence, got --seq-len {settings.seq_len}; "
             "change one of them"
         )
-    if settings.gradient_dtype != "float32" and stages * data * fsdp == 1:
+    if settings.gradient_dtype != "float32" and stages * of_batch == 1:
         raise ValueError(
-            f"--gradient-dtype needs a mesh with data, fsdp or pipe to sum gradients over, got --mesh {settings.mesh}; "
-            "add one of them"
+            "--gradient-dtype needs a mesh with data, fsdp, expert or pipe to sum gradients over, got --mesh "
+            f"{settings.mesh}; add one of them"
         )
     if settings.fp8_attention and stages > 1:
         raise ValueError(

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_fp8.core.types import Batch
-from jax_fp8.parallel.mesh import AXES, DATA, FSDP, parse_axes
+from jax_fp8.parallel.mesh import AXES, BATCH_AXES, parse_axes
 from jax_fp8.run.batches import HostBatch
 from jax_fp8.run.settings import Settings
 
@@ -63,8 +63,8 @@ def on_mesh(mesh: Mesh, batch: HostBatch) -> Batch:
 
 
 def _by_sequence(mesh: Mesh, dim: int) -> NamedSharding:
-    """Splits this dim, that of the sequences, over `data` and `fsdp`."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * dim, (DATA, FSDP)))
+    """Splits this dim, that of the sequences, over the axes that split a batch."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, BATCH_AXES))
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

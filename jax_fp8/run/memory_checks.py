@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_fp8.models.config import GPTConfig
+from jax_fp8.parallel.mesh import DATA, EXPERT, FSDP, PIPE, TENSOR
 from jax_fp8.plan.arithmetic import memory_of
 from jax_fp8.plan.gpt_plans import shape_of
 from jax_fp8.plan.setting import Setting
@@ -21,7 +22,9 @@ def check_memory(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
     """
     if settings.lora or settings.freeze:
         return
-    memory = memory_of(Setting(shape=shape_of(model), batch=1, sequence=model.max_seq_len, **mesh.shape))
+    axes = {axis: mesh.shape[axis] for axis in (PIPE, FSDP, TENSOR)}
+    copies = mesh.shape[DATA] * mesh.shape[EXPERT]  # of all that is counted, which is without experts
+    memory = memory_of(Setting(shape=shape_of(model), batch=1, sequence=model.max_seq_len, data=copies, **axes))
     moments = sum(jnp.dtype(dtype).itemsize for dtype in (settings.mu_dtype, settings.nu_dtype))
     needed, room = memory.params + memory.optimizer * moments / 8, _memory(mesh)  # `memory_of` takes float32 moments
     _check_fits(needed, room)

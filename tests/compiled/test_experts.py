@@ -1,9 +1,12 @@
 """A training step with experts, compiled for H200s with no GPU: one CUDA graph, no work but on the rows that experts
-have, weights cast once a step, and each by the optimizer where the state carries a cache.
+have, weights cast once a step, and each by the optimizer where the state carries a cache. Over several GPUs that split
+the experts, rows travel in the dtypes and numbers that they should.
 """
 
+import dataclasses
 import itertools
 import math
+from collections import Counter
 
 import h200
 import jax
@@ -18,6 +21,7 @@ from jax_fp8.kernels.grouped_gemm import GRADIENT_TARGET, TARGET
 from jax_fp8.ops.expert_rows import rows_needed
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.router import ROUTER_SCOPE
+from jax_fp8.parallel import transfers
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or extension.missing_reason()
@@ -31,9 +35,10 @@ RECIPES = {"delayed": fp8.DelayedScaling(), "current": fp8.CurrentScaling(), "bl
 COLLECTIVES = {"AllReduce", "AsyncStart", "AsyncDone"}
 
 
-def compiled(name, microbatches=1, data=1, cached=False, padded=False) -> h200.Program:
-    recipe, options = RECIPES[name], {"parallel": h200.mesh(data=data)} if data > 1 else {}
-    model, tokens = fp8.GPT(CONFIG, recipe=recipe), jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
+def compiled(name, microbatches=1, cached=False, padded=False, config=CONFIG, **axes) -> h200.Program:
+    axes = {axis: size for axis, size in axes.items() if size > 1}
+    recipe, options = RECIPES[name], {"parallel": h200.mesh(**axes)} if axes else {}
+    model, tokens = fp8.GPT(config, recipe=recipe), jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
 
     def init(key, x):
         variables = dict(model.init(key, x))
@@ -46,7 +51,7 @@ def compiled(name, microbatches=1, data=1, cached=False, padded=False) -> h200.P
     step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), recipe, **options)
     state = step.state_shapes(init, jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))
     batch = {"tokens": tokens, "lengths": jax.ShapeDtypeStruct((BATCH,), jnp.int32)} if padded else tokens
-    if data == 1:
+    if not axes:
         state, batch = h200.shapes((state, batch), h200.on_one_device())
     return h200.compile(step, state, batch)
 
@@ -112,7 +117,7 @@ STEPS = [
 @pytest.mark.parametrize(("name", "microbatches", "data"), STEPS)
 def test_what_a_step_becomes(name, microbatches, data, monkeypatch, with_kernels):
     h200.use_cudnn(monkeypatch)
-    program = compiled(name, microbatches, data)
+    program = compiled(name, microbatches, data=data)
     assert program.custom_calls[TARGET] == 4 and program.custom_calls[GRADIENT_TARGET] == 3
     assert unquantized(program) == [] and multiplications(program) == 0
     assert larger_than_rows(program, BATCH * SEQ // microbatches // data) == []
@@ -155,3 +160,53 @@ def test_without_fp8_every_expert_multiplies_all_rows(monkeypatch, with_kernels)
     once = 3 * rows_of(BATCH * SEQ) * (WIDTH * 2 * HIDDEN + HIDDEN * WIDTH)
     assert multiplications(program) == EXPERTS * once
     assert larger_than_rows(program, BATCH * SEQ)
+
+
+# ---- experts on several GPUs -----------------------------------------------------------------------------------------
+
+EIGHT = dataclasses.replace(CONFIG, num_experts=8)
+IN_FP8 = {("ragged-all-to-all", "f8e4m3fn"): 1, ("ragged-all-to-all", "bf16"): 3}
+IN_BF16 = {("ragged-all-to-all", "bf16"): 4}
+
+
+def traveling(program) -> dict[tuple[str, str], int]:
+    """Collectives that move tokens or kernels, by kind and dtype. The others are sums of gradients, and small."""
+    moved = [each for each in program.report.collectives if each.kind in ("ragged-all-to-all", "all-to-all")]
+    moved += [each for each in program.report.collectives if each.kind == "all-gather" and each.wire_bytes > 2**15]
+    return dict(Counter((each.kind, dtype) for each in moved for dtype in each.dtypes for _ in range(each.times)))
+
+
+def gradients_of_experts(program) -> list[int]:
+    """Over how many devices each sum is that has as many elements as a device's experts, of four devices, or more."""
+    least = EIGHT.num_experts // 4 * 3 * WIDTH * HIDDEN
+    sums = [each for each in program.report.collectives if each.kind == "all-reduce"]
+    return [each.devices for each in sums if sum(math.prod(array.shape) for array in each.arrays) >= least]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "wanted"),
+    [
+        ("delayed", {"expert": 4}, IN_FP8),
+        pytest.param("delayed", {"expert": 8}, IN_FP8, marks=pytest.mark.slow),
+        pytest.param("current", {"expert": 4}, IN_FP8, marks=pytest.mark.slow),
+        ("block", {"data": 2, "expert": 4}, IN_BF16),
+        pytest.param("none", {"expert": 4}, IN_BF16, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_travel_and_kernels_of_experts_stay(name, axes, wanted, monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    program = compiled(name, config=EIGHT, **axes)
+    assert traveling(program) == wanted
+    tokens = BATCH * SEQ // math.prod(axes.values()) * CONFIG.experts_per_token
+    (rows,) = {array.shape for each in program.report.collectives if each.kind == "ragged-all-to-all"
+               for array in each.arrays}  # fmt: skip
+    assert rows == (tokens, WIDTH)
+    assert gradients_of_experts(program) == [axes[axis] for axis in ("data",) if axis in axes]
+    if name != "none":
+        assert program.custom_calls[TARGET] == 4 and unquantized(program) == []
+
+
+def test_a_sum_of_gradients_of_other_experts_is_seen(monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    monkeypatch.setattr(transfers, "axes_of_sum", lambda parallel, place: transfers.summed_axes(parallel))
+    assert gradients_of_experts(compiled("delayed", config=EIGHT, expert=4)) == [4]

@@ -253,7 +253,7 @@ def test_refusals():
         (
             {"data": 2, "tensor": 2},
             {},
-            "layer_0/mlp: a mixture of experts needs all experts on every device, got tensor=2",
+            "layer_0/mlp: a mixture of experts is split by whole experts alone, got tensor=2",
         ),
         ({"pipe": 2}, {"microbatches": 2}, "pipelines and .* without the losses of routers, .* num_experts=4"),
     ):

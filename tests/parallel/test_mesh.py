@@ -146,7 +146,7 @@ REFUSED = {
     "a number": (lambda: Parallelism(4), r"mesh must be a jax.sharding.Mesh, got a int"),
     "unknown axis": (
         lambda: Parallelism(make_mesh(batch=2)),
-        "may have the axes pipe, data, fsdp, tensor, got batch=2; rename or drop batch",
+        "may have the axes pipe, data, fsdp, expert, tensor, got batch=2; rename or drop batch",
     ),
     "a rule alone": (lambda: Parallelism(DATA, ("up", P())), r"rules must be pairs of a pattern and a PartitionSpec"),
     "a dict of rules": (lambda: Parallelism(DATA, {"up": P()}), "rules must be pairs .* got a dict with 'up'; pass"),
@@ -232,6 +232,6 @@ def test_axes_in_words():
 
 @pytest.mark.parametrize("text", ["", "stage=2", "data", "data=0", "data=-1", "data=2,data=2", "data=2,", "data=x"])
 def test_axes_that_are_none(text):
-    words = r"axes among pipe, data, fsdp, tensor, each once .*, got .*; say data=2,tensor=4"
+    words = r"axes among pipe, data, fsdp, expert, tensor, each once .*, got .*; say data=2,tensor=4"
     with pytest.raises(ValueError, match=words):
         parse_axes(text)

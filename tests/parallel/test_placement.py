@@ -12,7 +12,8 @@ import jax_fp8 as fp8
 from jax_fp8.core.shards import ParamSharding
 from jax_fp8.grads.loss_trace import LossTrace
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.placement import ParamPlace, place_params, placed_shapes, put, zeros_like
+from jax_fp8.parallel.param_place import ParamPlace
+from jax_fp8.parallel.placement import place_params, placed_shapes, put, zeros_like
 
 pytestmark = pytest.mark.versions
 
@@ -95,10 +96,25 @@ def test_few_heads_are_whole_on_all_devices_and_their_gradient_is_in_parts():
 
 def test_what_a_device_computes_with():
     places = place_params(HOW, PARAMS, DECLARED)
-    assert places.by_path["up", "kernel"].shape_without_fsdp(2) == (8, 6)
     assert places.shards.dims["up", "kernel"] == -1 and places.shards.dims["odd", "kernel"] is None
     assert places.shards.axes == ("fsdp", "tensor") and places.shards.batch_parts == 2 and places.splits_params
     assert not place_params(Parallelism(make_mesh(data=2)), PARAMS, DECLARED).splits_params
+
+
+def test_experts_are_split_whatever_rules_say():
+    experts = ParamSharding(has_experts=True)
+    params = {"mlp": {"up": {"kernel": jnp.zeros((8, 4, 6))}, "router": {"kernel": jnp.zeros((4, 8))}}}
+    declared = {("mlp", "up", "kernel"): experts, ("mlp", "router", "kernel"): ParamSharding()}
+    parallel = Parallelism(make_mesh(fsdp=2, expert=4))
+    places = place_params(parallel, params, declared)
+    assert places.specs["mlp"] == {"up": {"kernel": P("expert", "fsdp")}, "router": {"kernel": P("fsdp")}}
+    assert places.by_path["mlp", "up", "kernel"].shape_in_layer(parallel) == (2, 4, 6)
+    assert places.shards.experts == parallel.experts and places.shards.batch_parts == 8
+    by_rule = Parallelism(parallel.mesh, rules=[("up/kernel", P(None, None, "fsdp"))])
+    assert place_params(by_rule, params, declared).specs["mlp"]["up"]["kernel"] == P("expert", None, "fsdp")
+    odd = {"mlp": {"up": {"kernel": jnp.zeros((6, 4, 6))}}}
+    with pytest.raises(ValueError, match=r"expert=4 must divide the experts of mlp/up/kernel, got 6 .* or 8 experts"):
+        place_params(parallel, odd, declared)
 
 
 @pytest.mark.parametrize(

@@ -216,10 +216,10 @@ def test_without_gemms_in_fp8_there_are_no_weights():
 
 def gradients(layers, change=lambda gradient: gradient):
     """Of each param those of all shards, from a gradient of the stage's own layer that each device has; and these."""
-    count, tensor = int(np.prod(list(layers.axes.values()))), layers.axes.get("tensor", 1)
+    count = int(np.prod(list(layers.axes.values())))
     rng = np.random.default_rng(1)
     each = {
-        name: rng.normal(size=(count, *place.shape_without_fsdp(tensor))).astype(np.float32)
+        name: rng.normal(size=(count, *place.shape_in_layer(layers.placement.parallel))).astype(np.float32)
         for name, place in layers.places.items()
     }
 

@@ -17,7 +17,8 @@ from jax_fp8.core.shards import ParamSharding
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.parallel import transfers
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.placement import ParamPlace, Placement, place_params
+from jax_fp8.parallel.param_place import ParamPlace
+from jax_fp8.parallel.placement import Placement, place_params
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 MESH = jax.sharding.Mesh(np.reshape(jax.devices()[:8], (2, 2, 2)), tuple(AXES))

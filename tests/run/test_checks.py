@@ -26,12 +26,16 @@ CANNOT_RUN = {
     "large mesh": (["--mesh", "data=4096", "--batch-size", "4096"], "must not exceed the 8 cpu device(s)"),
     "large mesh of two axes": (["--mesh", "fsdp=4,tensor=4"], "fsdp=4,tensor=4 must not exceed the 8"),
     "mesh axis": (
-        ["--mesh", "data=2,expert=2"],
-        "each once and with a size of at least 1, got 'data=2,expert=2'; say data=2,tensor=4",
+        ["--mesh", "data=2,context=2"],
+        "each once and with a size of at least 1, got 'data=2,context=2'; say data=2,tensor=4",
+    ),
+    "experts on a mesh": (
+        ["--mesh", "expert=8", "--preset", "tiny-moe", "--batch-size", "8"],
+        "--mesh with expert=8 must divide the model's 4 experts, got --mesh expert=8; choose another size",
     ),
     "no mesh": (
         ["--mesh", ""],
-        "must be axes among pipe, data, fsdp, tensor, each once and with a size of at least 1, got ''",
+        "must be axes among pipe, data, fsdp, expert, tensor, each once and with a size of at least 1, got ''",
     ),
     "axis twice": (
         ["--mesh", "data=2,tensor=2,data=2"],
@@ -42,11 +46,11 @@ CANNOT_RUN = {
     "axis of a negative size": (["--mesh", "fsdp=-2"], "a size of at least 1, got 'fsdp=-2'"),
     "mesh and batch": (
         ["--mesh", "data=2", "--batch-size", "3", "--seq-len", "16"],
-        "--batch-size must be a multiple of 2, data x fsdp = 2 parts of each of 1 microbatches, got 3",
+        "--batch-size must be a multiple of 2, data x fsdp x expert = 2 parts of each of 1 microbatches, got 3",
     ),
     "mesh and microbatch": (
         ["--mesh", "data=2,fsdp=4", "--microbatches", "2"],
-        "must be a multiple of 16, data x fsdp = 8",
+        "must be a multiple of 16, data x fsdp x expert = 8",
     ),
     "odd part of a microbatch": (["--mesh", "data=8", "--seq-len", "24"], "each device must have a multiple of 16"),
     "heads on a mesh": (
@@ -83,7 +87,7 @@ CANNOT_RUN = {
     ),
     "sums over one device": (
         ["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"],
-        "needs a mesh with data, fsdp or pipe",
+        "needs a mesh with data, fsdp, expert or pipe",
     ),
     "a schedule that does not exist": (
         ["--mesh", "pipe=2", "--schedule", "2f2b"],

@@ -1,0 +1,245 @@
+"""Steps with experts on several devices, whose tokens travel, beside steps on one device.
+
+Amaxes are maxima, products of FP8 values are exact, and a group has its rows in the order of one device. So the FP8
+state has the bits of one device. Sums of float32 over tokens are added up by device first, and differ by their
+rounding.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hybrid import (
+    SEQ,
+    SHOWING,
+    assert_close,
+    errors,
+    first_state,
+    gpt,
+    gradients_of,
+    make_mesh,
+    significant,
+    tokens,
+    train,
+)  # fmt: skip
+from reference import assert_same_bits
+
+import jax_fp8 as fp8
+from jax_fp8.nn import moe
+from jax_fp8.ops import expert_mlp, expert_rows
+from jax_fp8.parallel import transfers
+
+FIRST_SUMS = 5e-4  # of gradients; 2e-5 seen
+LOSS = 2e-5
+RECIPES = {
+    "delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling(), "block": fp8.BlockScaling(),
+    "none": None,
+}  # fmt: skip
+MODELS = {
+    "softmax": {},
+    "few tokens": {"num_experts": 8, "experts_per_token": 1},
+    "shared": {
+        "router_scores": "sigmoid", "router_correction_bias": True, "router_aux_loss": 0.0, "router_scale": 2.5,
+        "expert_groups": 2, "shared_expert_features": 64,
+    },
+}  # fmt: skip
+AXES = {
+    "expert 2": {"expert": 2}, "expert 4": {"expert": 4}, "data 2, expert 2": {"data": 2, "expert": 2},
+    "fsdp 2, expert 2": {"fsdp": 2, "expert": 2}, "fsdp 2, expert 4": {"fsdp": 2, "expert": 4},
+}  # fmt: skip
+
+
+def model_of(recipe, model="softmax", **fields):
+    dtype = {"dtype": jnp.float32} if recipe == "none" else {}
+    config = {"num_layers": 1, "num_experts": 4, "experts_per_token": 2, "activation": "swiglu"} | MODELS[model]
+    return gpt(RECIPES[recipe], **dtype, **(config | fields))
+
+
+@functools.cache
+def state_of(recipe, model="softmax"):
+    return first_state(model_of(recipe, model).init, jnp.zeros((1, SEQ), jnp.int32))
+
+
+def trained(recipe, axes=None, model="softmax", batch=None, state=None, steps=2, recompute=False, **options):
+    batch = tokens() if batch is None else batch
+    loss = fp8.next_token_loss(model_of(recipe, model, recompute=recompute))
+    return train(loss, state or state_of(recipe, model), batch, RECIPES[recipe], axes=axes, steps=steps, **options)
+
+
+on_one_device = functools.cache(trained)
+
+
+def assert_same_trees(found, wanted):
+    jax.tree.map(assert_same_bits, found, wanted)
+
+
+def assert_is_that_of_one_device(found, wanted):
+    (states, losses), (of_one, losses_of_one) = found, wanted
+    assert_same_trees(states[0].fp8, of_one[0].fp8)
+    assert_close(significant(gradients_of(states[0])), significant(gradients_of(of_one[0])), FIRST_SUMS)
+    np.testing.assert_allclose(losses, losses_of_one, rtol=LOSS)
+
+
+FAST = {
+    ("expert 2", "delayed", "softmax"), ("expert 4", "current", "softmax"), ("data 2, expert 2", "block", "softmax"),
+    ("fsdp 2, expert 2", "delayed", "shared"), ("fsdp 2, expert 4", "none", "softmax"),
+    ("expert 4", "delayed", "few tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axes", "recipe", "model"),
+    [
+        pytest.param(axes, recipe, model, marks=() if (axes, recipe, model) in FAST else pytest.mark.slow)
+        for axes in AXES
+        for recipe in RECIPES
+        for model in MODELS
+    ],
+)
+@pytest.mark.filterwarnings("ignore:each device must have whole tiles")  # of small kernels, over fsdp
+def test_steps_are_those_of_one_device(axes, recipe, model):
+    assert_is_that_of_one_device(trained(recipe, AXES[axes], model), on_one_device(recipe, model=model))
+
+
+def test_steps_of_microbatches_are_those_of_one_device():
+    found = trained("delayed", AXES["data 2, expert 2"], microbatches=2)
+    assert_is_that_of_one_device(found, on_one_device("delayed", microbatches=2))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block", "none"])
+def test_recomputed_rows_travel_again(recipe):
+    wanted = trained(recipe, AXES["expert 2"], steps=1)
+    found = trained(recipe, AXES["expert 2"], steps=1, recompute=True)
+    assert_same_trees(found[0][0].fp8, wanted[0][0].fp8)
+    assert_close(significant(gradients_of(found[0][0])), significant(gradients_of(wanted[0][0])), FIRST_SUMS)
+
+
+def test_a_step_repeats_its_bits():
+    first, second = (trained("delayed", AXES["expert 4"], steps=1)[0][0] for _ in range(2))
+    assert_same_trees(second, first)
+
+
+def with_router(state, change):
+    params = dict(state.params)
+    layer = dict(params["layer_0"])
+    mlp = dict(layer["mlp"])
+    mlp["router"] = {"kernel": change(mlp["router"]["kernel"])}
+    return state.replace(params=params | {"layer_0": layer | {"mlp": mlp}})
+
+
+def test_all_tokens_may_go_to_the_experts_of_one_device():
+    """With equal logits `top_k` takes experts 0 and 1. With two devices these are all experts of the first one."""
+    state = with_router(state_of("delayed"), jnp.zeros_like)
+    found, wanted = (trained("delayed", axes, state=state, steps=1) for axes in (AXES["expert 2"], None))
+    assert_is_that_of_one_device(found, wanted)
+    gradients = gradients_of(found[0][0])["layer_0"]["mlp"]
+    for name in ("gate", "up", "down"):
+        norms = np.linalg.norm(gradients[name]["kernel"], axis=(1, 2))
+        assert norms[0] > 0 and norms[1] > 0 and not norms[2:].any()
+
+
+def test_padding_does_not_travel():
+    batch = {"tokens": tokens(), "lengths": np.array([SEQ + 1, 9, 3, SEQ + 1, 1, 2, 30, 17], np.int32)}
+    found, wanted = (trained("delayed", axes, batch=batch) for axes in (AXES["expert 4"], None))
+    assert_is_that_of_one_device(found, wanted)
+
+
+# ---- planted mistakes ------------------------------------------------------------------------------------------------
+
+
+def is_far(found, wanted) -> bool:
+    """Whether a gradient is."""
+    got, exact = (significant(gradients_of(states[0])) for states, _ in (found, wanted))
+    return max(errors(got, exact).values()) > 10 * FIRST_SUMS
+
+
+def test_a_lost_row_is_noticed(monkeypatch):
+    plan = expert_rows.plan_travel
+
+    def losing(counts, *sizes):
+        return plan(counts.at[jnp.argmax(counts)].add(-1), *sizes)
+
+    monkeypatch.setattr(expert_rows, "plan_travel", losing)
+    assert is_far(trained("delayed", AXES["expert 2"], steps=1), on_one_device("delayed"))
+
+
+def test_swapped_rows_are_noticed(monkeypatch):
+    back = expert_rows.return_rows
+    monkeypatch.setattr(
+        expert_rows, "return_rows", lambda rows, travel: back(rows, travel).at[:2].set(back(rows, travel)[1::-1])
+    )
+    assert is_far(trained("delayed", AXES["expert 2"], steps=1), on_one_device("delayed"))
+
+
+def test_a_gradient_that_is_counted_twice_is_noticed(monkeypatch):
+    monkeypatch.setattr(transfers, "axes_of_sum", lambda parallel, place: transfers.summed_axes(parallel))
+    assert is_far(trained("delayed", AXES["expert 2"], steps=1), on_one_device("delayed"))
+
+
+def test_rows_in_another_dtype_than_fp8_are_noticed(monkeypatch):
+    """The dtypes that `explain` lists: input rows in E4M3, results and gradients in bfloat16."""
+
+    def dtypes():
+        model = model_of("delayed")
+        step = fp8.make_train_step(
+            fp8.next_token_loss(model), optax.sgd(0.1), RECIPES["delayed"], parallel=make_mesh(expert=2)
+        )
+        shapes = step.state_shapes(model.init, jax.random.key(0), jnp.zeros((1, SEQ), jnp.int32))
+        found = fp8.explain(step, shapes, jax.ShapeDtypeStruct((8, SEQ + 1), jnp.int32)).collectives
+        return sorted(x.dtype for x in found if x.name == "ragged_all_to_all" for _ in range(x.count))
+
+    assert dtypes() == ["bfloat16", "bfloat16", "bfloat16", "float8_e4m3fn"]
+    monkeypatch.setattr(
+        expert_mlp,
+        "_input_rows",
+        lambda x, where, gemm, keep: expert_mlp.quantize_input(expert_rows.take_rows(x, where), gemm, keep),
+    )
+    assert dtypes() == ["bfloat16"] * 4
+
+
+# ---- where things lie ------------------------------------------------------------------------------------------------
+
+
+def test_a_device_stores_its_experts_alone_and_a_state_moves_between_meshes():
+    loss, tx = fp8.next_token_loss(model_of("delayed")), fp8.fused_adamw(1e-3)
+    step, on_data = (
+        fp8.make_train_step(loss, tx, RECIPES["delayed"], parallel=make_mesh(**axes))
+        for axes in ({"fsdp": 2, "expert": 4}, {"data": 2})
+    )
+    state = fp8.TrainState.create(variables=jax.tree.map(jnp.copy, state_of("delayed").variables), tx=tx)
+    placed = step.place(state, tokens())
+    of_experts = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path((placed.params, placed.opt_state))
+        if any(name in jax.tree_util.keystr(path) for name in ("gate", "up", "down")) and np.ndim(leaf) == 3
+    ]
+    assert len(of_experts) >= 3 * 3  # params and moments
+    for leaf in of_experts:
+        experts, rows, _ = leaf.shape
+        assert {shard.data.shape[:2] for shard in leaf.addressable_shards} == {(experts // 4, rows // 2)}
+    after, metrics = step(placed, tokens())
+    moved = on_data.place(jax.tree.map(np.asarray, after), tokens())
+    assert_same_trees(moved, after)
+    _, next_metrics = on_data(moved, tokens())
+    assert float(next_metrics["loss"]) < float(metrics["loss"])
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"expert=8 must divide the experts of layer_0/mlp/.*, got 4 in shape"):
+        trained("delayed", {"expert": 8}, steps=1)
+    with pytest.raises(ValueError, match="a mixture of experts is split by whole experts alone, got tensor=2"):
+        trained("delayed", {"expert": 2, "tensor": 2}, steps=1)
+
+
+def test_a_model_without_experts_has_one_more_axis_of_data():
+    loss, batch = fp8.next_token_loss(gpt(RECIPES["delayed"], num_layers=1)), tokens()
+    state = first_state(gpt(RECIPES["delayed"], num_layers=1).init, jnp.zeros((1, SEQ), jnp.int32), SHOWING)
+    found, wanted = (train(loss, state, batch, RECIPES["delayed"], axes=axes) for axes in ({"expert": 2}, {"data": 2}))
+    assert_same_trees(found[0][0].params, wanted[0][0].params)
+
+
+def test_outside_of_a_step_on_a_mesh_all_experts_are_here():
+    assert moe.current_experts() is None

@@ -162,6 +162,7 @@ def with_experts(log: Log, layers: int = 2, experts: int = 4) -> Log:
     for row in log.diagnostics:
         shares = generator.uniform(0.8, 1.2, (layers, experts))
         row["experts"] = [
-            {"layer": f"h_{layer}/mlp", "fractions": (own / own.sum()).tolist()} for layer, own in enumerate(shares)
+            {"layer": f"h_{layer}/mlp", "fractions": (own / own.sum()).tolist(), "dropped": 0.0, "entropy": 0.8}
+            for layer, own in enumerate(shares)
         ]
     return log

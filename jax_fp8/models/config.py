@@ -38,7 +38,7 @@ class GPTConfig:
       experts_per_token, normalize_router_weights, router_aux_loss, router_z_loss: as in `LayerNormMoE`.
       router_scores, router_scale, router_correction_bias: as in `LayerNormMoE`.
       expert_groups, groups_per_token, group_score_experts: as in `LayerNormMoE`.
-      shared_expert_features, gate_shared_expert: as in `LayerNormMoE`.
+      shared_expert_features, gate_shared_expert, capacity_factor: as in `LayerNormMoE`.
       dense_layers: the numbers of the layers without experts, which have one MLP for all tokens.
       dense_hidden_size: hidden features of the MLP of these layers; None is `mlp_hidden_size`.
       dropout_rate: the fraction that training drops of the embeddings, and of each branch that attention and MLP add to
@@ -98,6 +98,7 @@ class GPTConfig:
     group_score_experts: int = 2
     shared_expert_features: int = 0
     gate_shared_expert: bool = False
+    capacity_factor: float | None = None
     dense_layers: tuple[int, ...] = ()
     dense_hidden_size: int | None = None
     router_aux_loss: float = 0.01

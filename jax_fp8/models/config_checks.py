@@ -6,6 +6,7 @@ from jax_fp8.core.checks import check_bool, check_integer, check_number
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import check_norm
 from jax_fp8.nn.dropout import is_rate
+from jax_fp8.ops.expert_rows import check_capacity
 from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary, rotated_features
 from jax_fp8.ops.router import RouterRule
 
@@ -121,6 +122,7 @@ def _check_experts(config: Any) -> None:
     check_integer("shared_expert_features", config.shared_expert_features, least=0)
     for name in ("router_correction_bias", "gate_shared_expert"):
         check_bool(name, getattr(config, name))
+    check_capacity("capacity_factor", config.capacity_factor)
     for name in ("router_aux_loss", "router_z_loss"):
         check_number(name, getattr(config, name), "that is not negative", lambda weight: weight >= 0)
     if config.num_experts:

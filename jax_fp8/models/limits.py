@@ -33,6 +33,7 @@ FLOATS = (
     "router_aux_loss",
     "router_z_loss",
     "router_scale",
+    "capacity_factor",
     "dropout_rate",
     "attention_dropout_rate",
     "window_rotary_base",

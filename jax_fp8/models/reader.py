@@ -78,6 +78,8 @@ class Reader:
 
     @classmethod
     def for_prompts(cls, model: GPT, variables: Variables, lengths: jax.Array, prompt_slots: int) -> "Reader":
+        # A capacity is a part of training: here it would be that of the few tokens of one step.
+        model = model.clone(config=replace(model.config, capacity_factor=None))
         body, weights = _Body(**shared_fields(model, GPT)), _Weights.cast_from(model, variables)
         return cls(body, weights, _Head.cast_from(model, variables["params"]), lengths, prompt_slots)
 

@@ -40,7 +40,7 @@ class TransformerBlock(Fp8Module):
       experts_per_token, normalize_router_weights, router_aux_loss, router_z_loss: as in `LayerNormMoE`.
       router_scores, router_scale, router_correction_bias: as in `LayerNormMoE`.
       expert_groups, groups_per_token, group_score_experts: as in `LayerNormMoE`.
-      shared_expert_features, gate_shared_expert: as in `LayerNormMoE`.
+      shared_expert_features, gate_shared_expert, capacity_factor: as in `LayerNormMoE`.
       recipe, dtype, param_dtype, kernel_init, bias_init, logical_axes, lora: as in `Fp8Module`.
 
     Example:
@@ -81,6 +81,7 @@ class TransformerBlock(Fp8Module):
     group_score_experts: int = 2
     shared_expert_features: int = 0
     gate_shared_expert: bool = False
+    capacity_factor: float | None = None
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
     dropout_rate: float = 0.0

@@ -19,7 +19,7 @@ from flax.typing import Dtype, Initializer
 from jax_fp8.core.checks import check_integer, check_number
 from jax_fp8.core.paths import experts_name, joined_name
 from jax_fp8.core.recipe_rules import recipe_of_all
-from jax_fp8.core.shards import ParamSharding, current_experts, current_tensor, declare_sharding
+from jax_fp8.core.shards import ParamSharding, current_experts, current_tensor, declare_sharding, sum_over_batch
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
@@ -35,10 +35,10 @@ from jax_fp8.nn.router import RouterVariables
 from jax_fp8.nn.shared_expert import SharedExpert
 from jax_fp8.ops.cached_attention import is_token
 from jax_fp8.ops.expert_mlp import expert_mlp
-from jax_fp8.ops.expert_rows import combine_rows, sort_tokens
+from jax_fp8.ops.expert_rows import ExpertRows, check_capacity, combine_rows, sort_tokens
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
 from jax_fp8.ops.parameters import LinearParameters, as_one_matrix
-from jax_fp8.ops.router import EXPERT_SHARES, RouterRule, Routing, route
+from jax_fp8.ops.router import EXPERT_USE, RouterRule, Routing, route
 
 LOSSES = "losses"
 
@@ -46,14 +46,15 @@ LOSSES = "losses"
 class LayerNormMoE(Fp8Module):
     """A mixture of experts: `Σ weight · down(activation(up(norm(x))))` over the experts of each token.
 
-    The result is as wide as `x`. Every token reaches all of its experts: there is no capacity limit. Variables:
+    The result is as wide as `x`. Every token reaches all of its experts, unless there is a `capacity_factor`. Variables:
     `params/{norm, router, up, down}`, with a gated activation `gate` too; kernels of experts are (num_experts, in,
     out), the router's is f32 (in, num_experts). Under delayed scaling `fp8/{+up, +down}` or `fp8/{+gate+up, +down}`:
     all experts share the three scales of a GEMM. There are no biases but `params/router/correction_bias`
     f32 (num_experts,), if asked for. A shared expert has variables of its own, `params/shared` and `fp8/shared`.
 
     The layer sows into two collections, where they are mutable: into "losses" its weighted auxiliary losses, and into
-    "intermediates" `expert_fractions`, f32[num_experts], the share of tokens that each expert gets.
+    "intermediates" `expert_fractions`, f32[num_experts], the share of tokens that the router sends to each expert, and
+    with a `capacity_factor` `dropped_fraction`, f32[], the share of the choices of tokens that were dropped.
 
     Args:
       hidden_features: of each expert; with a recipe a multiple of 16, as the features of `x`.
@@ -70,6 +71,9 @@ class LayerNormMoE(Fp8Module):
       group_score_experts: a group's score is the sum of so many of its highest scores.
       shared_expert_features: hidden features of one more expert, which all tokens go to; 0 has none. Its weight is 1.
       gate_shared_expert: its weight is the sigmoid of `norm(x)` times a vector, `params/shared/router`.
+      capacity_factor: None drops no token. Otherwise, of the tokens that a device has, at most so many times the mean go
+        to each expert, `capacity_factor * tokens * experts_per_token / num_experts`, rounded up. Tokens behind these
+        have one expert less, and nothing in its place. Arrays then need room for so many rows alone, on every device.
       router_aux_loss: weight of the load-balancing loss of Switch Transformer (https://arxiv.org/abs/2101.03961,
         equation 4), for several choices of a token.
       router_z_loss: weight of the z-loss of ST-MoE (https://arxiv.org/abs/2202.08906, equation 5).
@@ -108,6 +112,7 @@ class LayerNormMoE(Fp8Module):
     group_score_experts: int = 2
     shared_expert_features: int = 0
     gate_shared_expert: bool = False
+    capacity_factor: float | None = None
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
     down_init: Initializer | None = None
@@ -156,9 +161,10 @@ class LayerNormMoE(Fp8Module):
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
         mask = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
         routing = route(normalized, router.kernel, RouterRule.from_fields(vars(self)), router.bias, mask)
-        router.record.measure(EXPERT_SHARES, routing.fractions)
-        self._sow(routing)
-        expert_rows = sort_tokens(routing.experts, self.num_experts, current_experts())
+        expert_rows = sort_tokens(routing.experts, self.num_experts, current_experts(), self.capacity_factor)
+        dropped = self._dropped_fraction(routing, expert_rows)
+        router.record.measure(EXPERT_USE, jnp.append(routing.fractions, jnp.stack([dropped, routing.entropy])))
+        self._sow(routing, dropped)
         rows, amaxes = expert_mlp(
             normalized,
             expert_rows,
@@ -200,12 +206,23 @@ class LayerNormMoE(Fp8Module):
         kernels = tuple(kernel.reshape(shape) for kernel in as_tuple(declared.parameters.kernel))
         return replace(declared, parameters=_side_by_side(kernels))
 
-    def _sow(self, routing: Routing) -> None:
+    def _dropped_fraction(self, routing: Routing, expert_rows: ExpertRows) -> jax.Array:
+        """The share f32[] of the choices of all tokens that have no row for want of capacity."""
+        if self.capacity_factor is None:
+            return jnp.float32(0)
+        assert expert_rows.dropped is not None, "counted where there is a capacity"
+        numbers = jnp.sum(expert_rows.dropped), jnp.sum(routing.experts < self.num_experts)
+        dropped, chosen = (sum_over_batch(number.astype(jnp.float32)) for number in numbers)
+        return dropped / jnp.maximum(chosen, 1)
+
+    def _sow(self, routing: Routing, dropped: jax.Array) -> None:
         if self.is_initializing():  # otherwise `init` would return losses among the variables
             return
         weighted = self.router_aux_loss * routing.balance_loss + self.router_z_loss * routing.z_loss
         self.sow(LOSSES, "router_loss", weighted)
         self.sow("intermediates", "expert_fractions", routing.fractions)
+        if self.capacity_factor is not None:
+            self.sow("intermediates", "dropped_fraction", dropped)
 
 
 def _side_by_side(kernels: tuple[jax.Array, ...]) -> LinearParameters:
@@ -246,6 +263,7 @@ def _check_fields(module: LayerNormMoE) -> None:
     for name in ("router_aux_loss", "router_z_loss"):
         check_number(f"{layer}: {name}", getattr(module, name), "that is not negative", lambda weight: weight >= 0)
     RouterRule.from_fields(vars(module)).check(module.num_experts, f"{layer}: ")
+    check_capacity(f"{layer}: capacity_factor", module.capacity_factor)
     check_integer(f"{layer}: shared_expert_features", module.shared_expert_features, least=0)
     if module.gate_shared_expert and not module.shared_expert_features:
         raise ValueError(

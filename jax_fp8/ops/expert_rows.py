@@ -5,7 +5,8 @@
 Every token goes to each of its experts, however many tokens an expert has: none is dropped. Each group begins at a
 multiple of 128 rows, and is padded with zeros (kernels/grouped_gemm.py says why). Only the device knows how many rows
 the groups need, so the array has the most that they can need: one for each token and choice, and less than 128 more
-for each expert.
+for each expert. With a capacity the tokens of a device have at most so many rows of each expert. Choices beyond it get
+no row, as padding gets none, and the array needs less room.
 
 Both directions are gathers, and so are their gradients. No two rows are written to one place, so every sum has a fixed
 order, and padding of groups reaches no gradient.
@@ -15,6 +16,7 @@ travel to the groups on the devices of their experts (ops/expert_travel.py). On 
 each device has all experts and sorts its own tokens, and nothing is sent.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.checks import check_number
 from jax_fp8.core.shards import ExpertParallel
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import collect, explicit_mesh, explicit_spec, parse_rule
@@ -36,58 +39,88 @@ class ExpertRows:
     """Which row each token has, and which token each row has.
 
     Args:
-      rows: i32[tokens, choices], the row of a token for each of its experts; the number of rows for padding tokens.
+      rows: i32[tokens, choices], the row of a token for each of its experts; the number of rows for choices without a
+        row.
       pairs: i32[rows], the token and choice in a row, `token * choices + choice`; `tokens * choices` in rows that pad a
         group, or come after the last one.
       starts: i32[experts + 1], the first row of each group of this device's experts, and where the last one ends.
+      dropped: i32[1], how many choices of this device's tokens have no row for want of capacity; None: not known.
       travel: how rows travel from their tokens to the groups; None where the rows of tokens are those of the groups.
     """
 
     rows: jax.Array
     pairs: jax.Array
     starts: jax.Array
+    dropped: jax.Array | None = None
     travel: Travel | None = None
 
 
-def rows_needed(pairs: int, experts: int, multiple: int = GROUP_ROWS) -> int:
-    """The most rows that `pairs` tokens and choices can take in groups of a multiple of so many."""
-    return (pairs + (multiple - 1) * min(experts, pairs)) // multiple * multiple
+def rows_needed(pairs: int, experts: int, multiple: int = GROUP_ROWS, capacity: int | None = None) -> int:
+    """The most rows that `pairs` tokens and choices can take in groups of a multiple of so many, each of at most
+    `capacity` of them.
+    """
+    without_limit = (pairs + (multiple - 1) * min(experts, pairs)) // multiple * multiple
+    return without_limit if capacity is None else min(without_limit, experts * -(-capacity // multiple) * multiple)
 
 
-def sort_tokens(choices: jax.Array, experts: int, split: ExpertParallel | None = None) -> ExpertRows:
+def capacity_of(factor: float | None, tokens: int, choices: int, experts: int) -> int | None:
+    """How many rows of each expert so many tokens may have: `factor` times the mean, rounded up; None: any number."""
+    return None if factor is None else math.ceil(factor * tokens * choices / experts)
+
+
+def check_capacity(name: str, factor: object) -> None:
+    """Raise unless it is a capacity factor, or None."""
+    if factor is not None:
+        check_number(name, factor, "above 0, or None", lambda number: number > 0)
+
+
+def sort_tokens(
+    choices: jax.Array, experts: int, split: ExpertParallel | None = None, capacity_factor: float | None = None
+) -> ExpertRows:
     """Rows for tokens whose experts are `choices`, i32[tokens, choices], each from 0 to `experts - 1`, or `experts` for
-    padding, which gets no row. The tokens of an expert stay in their order. `split` says how experts are split over
-    devices.
+    padding, which gets no row. The tokens of an expert stay in their order.
+
+    Args:
+      split: how experts are split over devices.
+      capacity_factor: of each expert's rows from the tokens of a device, as a multiple of the mean; later tokens get no
+        row. None: no limit.
     """
     if split is None:
-        rows, pairs, starts = on_own_tokens("t c -> t c, r, s", partial(_sort, experts, GROUP_ROWS), choices)
-        return ExpertRows(rows, pairs, starts)
+        sort = partial(_sort, experts, GROUP_ROWS, capacity_factor)
+        return ExpertRows(*on_own_tokens("t c -> t c, r, s, d", sort, choices))
     tokens, of_token = choices.shape
-    own_experts = experts // split.size
-    rows, pairs, starts = _sort(experts, 1, choices)
-    group_rows = rows_needed(most_rows(tokens, of_token, own_experts, split.size), own_experts)
+    own_experts, capacity = experts // split.size, capacity_of(capacity_factor, tokens, of_token, experts)
+    rows, pairs, starts, dropped = _sort(experts, 1, capacity_factor, choices)
+    come = most_rows(tokens, of_token, own_experts, split.size)
+    group_rows = rows_needed(come, own_experts, capacity=None if capacity is None else split.size * capacity)
     travel, group_starts = plan_travel(jnp.diff(starts), pairs.size, group_rows, split)
-    return ExpertRows(rows, pairs, group_starts, travel)
+    return ExpertRows(rows, pairs, group_starts, dropped, travel)
 
 
-def _sort(experts: int, multiple: int, choices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sort(
+    experts: int, multiple: int, capacity_factor: float | None, choices: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """With groups of a multiple of so many rows."""
+    capacity = capacity_of(capacity_factor, *choices.shape, experts)
     chosen = choices.reshape(-1)
     pairs = chosen.size
     order = jnp.argsort(chosen, stable=True)  # pairs, by their experts
     places = jnp.argsort(order)  # of each pair in this order
     expert = jnp.arange(experts, dtype=jnp.int32)
-    counts = jnp.sum(chosen[:, None] == expert[None], axis=0, dtype=jnp.int32)
+    wanted = jnp.sum(chosen[:, None] == expert[None], axis=0, dtype=jnp.int32)
+    counts = wanted if capacity is None else jnp.minimum(wanted, capacity)
     filled_up = (counts + multiple - 1) // multiple * multiple
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(filled_up, dtype=jnp.int32)])
-    first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # of each expert, in the order of pairs
-    row = jnp.arange(rows_needed(pairs, experts, multiple), dtype=jnp.int32)
-    rows = starts[chosen] + places.astype(jnp.int32) - first.at[chosen].get(mode="clip")
-    rows = jnp.where(chosen < experts, rows, row.size)
+    first = jnp.cumsum(wanted, dtype=jnp.int32) - wanted  # of each expert, in the order of pairs
+    row = jnp.arange(rows_needed(pairs, experts, multiple, capacity), dtype=jnp.int32)
+    number_in_group = places.astype(jnp.int32) - first.at[chosen].get(mode="clip")
+    has_row = (chosen < experts) & (number_in_group < (pairs if capacity is None else capacity))
+    rows = jnp.where(has_row, starts[chosen] + number_in_group, row.size)
     of_row = jnp.sum(row[:, None] >= starts[None, 1:-1], axis=1, dtype=jnp.int32)
     number = row - starts[of_row]
     pair = order.at[first[of_row] + number].get(mode="clip").astype(jnp.int32)
-    return rows.reshape(choices.shape), jnp.where(number < counts[of_row], pair, pairs), starts
+    dropped = jnp.sum(wanted - counts, keepdims=True)
+    return rows.reshape(choices.shape), jnp.where(number < counts[of_row], pair, pairs), starts, dropped
 
 
 def take_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
@@ -193,7 +226,7 @@ _combine_rows.defvjp(_combine_forward, _combine_backward)
 
 def on_own_tokens(rule: str, local: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Run `local` on each device's own tokens where an Explicit mesh splits them. In the rule the same axes split t
-    (tokens), r (rows) and s (starts of groups).
+    (tokens), r (rows), s (starts of groups) and d (one number of each device).
     """
     mesh = explicit_mesh(*arrays)
     if mesh is None:
@@ -201,4 +234,4 @@ def on_own_tokens(rule: str, local: Callable[..., tuple[jax.Array, ...]], *array
     inputs, outputs = parse_rule(rule)
     found = collect(inputs, outputs, [explicit_spec(array) for array in arrays])
     axes = found.get("t") or found.get("r")
-    return on_shards(mesh, inputs, outputs, dict.fromkeys("trs", axes) if axes else {}, local, *arrays)
+    return on_shards(mesh, inputs, outputs, dict.fromkeys("trsd", axes) if axes else {}, local, *arrays)

@@ -25,6 +25,7 @@ global norm.
 Padding goes to no expert: its choices are `experts`, one past the last, its weights are 0, and means leave it out.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,7 +41,8 @@ from jax_fp8.kernels.vma import match_vma, vary, varying_axes
 from jax_fp8.ops.parameters import ParamInfo
 
 ROUTER_SCOPE = "jax_fp8_router"
-EXPERT_SHARES = "expert_shares"  # the measurement f32[experts]: the share of all tokens that each expert gets
+# The measurement f32[experts + 2] of all tokens: the share of each expert, and OF_ALL_EXPERTS.
+EXPERT_USE, OF_ALL_EXPERTS = "expert_use", ("dropped", "entropy")
 SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
 LEAST_TOTAL = 1e-18  # added to a sum of weights, as DeepSeek adds 1e-20, whose square float32 does not have
 LOAD_GRADIENT = 2.0**-20
@@ -124,6 +126,8 @@ class Routing:
       weights: f32[tokens, choices].
       fractions: f32[experts], the share of all tokens and choices that each expert gets.
       balance_loss, z_loss: f32[].
+      entropy: f32[], the mean over all tokens of the entropy of their scores, of which 1 is the most there can be: all
+        experts alike. It has no gradient.
     """
 
     experts: jax.Array
@@ -131,6 +135,7 @@ class Routing:
     fractions: jax.Array
     balance_loss: jax.Array
     z_loss: jax.Array
+    entropy: jax.Array
 
 
 def route(
@@ -170,7 +175,14 @@ def route(
         shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + LEAST_TOTAL)
     balance_loss = experts * jnp.sum(fractions * _mean(shares, is_token))
     z_loss = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), is_token)
-    return Routing(chosen, weights, fractions, balance_loss, z_loss)
+    entropy = sum_over_batch(_mean(_entropy(lax.stop_gradient(shares)), is_token)) / parts_of_batch()
+    return Routing(chosen, weights, fractions, balance_loss, z_loss, entropy)
+
+
+def _entropy(shares: jax.Array) -> jax.Array:
+    """Of each row (tokens, experts), in units of the largest."""
+    terms = jnp.where(shares > 0, shares * jnp.log(jnp.where(shares > 0, shares, 1)), 0)
+    return -jnp.sum(terms, axis=-1) / math.log(max(shares.shape[-1], 2))
 
 
 def _choose(scores: jax.Array, bias: jax.Array | None, rule: RouterRule) -> jax.Array:

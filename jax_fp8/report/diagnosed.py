@@ -12,7 +12,7 @@ import numpy as np
 from jax_fp8.report.run_format import JsonObject
 
 QUANTITIES = ("amax", "scale", "headroom", "saturated", "underflowed", "nonfinite", "error")
-LOADS = ("busiest", "idlest", "unused")
+LOADS = ("busiest", "idlest", "unused", "dropped", "entropy")
 UNUSED = 1 / 16  # of the mean load of a layer's experts: an expert with less counts as unused
 OUTPUT_GRADIENT = "output_gradient"
 MOST_CELLS = 2**27  # tensors (or layers) times steps; each such cell has a number for every quantity
@@ -47,7 +47,7 @@ class Diagnosed:
       nonfinite_gradients: f32 (layers, steps), how many elements of a gradient are not finite.
       routers: the layers that have experts, in program order.
       loads: f32 (LOADS, routers, steps): tokens of the expert with the most and of that with the fewest, in multiples
-        of the mean; and the share of unused experts.
+        of the mean; the share of unused experts; and, as the diagnostics have them, dropped choices and entropy.
     """
 
     steps: np.ndarray
@@ -92,7 +92,7 @@ def sample_of(row: JsonObject) -> Sample:
         layers=tuple(str(entry["layer"]) for entry in gradients),
         gradients=_table(gradients, ("norm", "nonfinite")),
         routers=tuple(str(entry["layer"]) for entry in experts),
-        loads=_table([_loads(entry["fractions"]) for entry in experts], LOADS),
+        loads=_table([entry | _loads(entry["fractions"]) for entry in experts], LOADS),
     )
 
 
@@ -158,10 +158,10 @@ def bins(count: int, most: int) -> np.ndarray:
 
 
 def worst(values: np.ndarray, starts: np.ndarray, quantity: str) -> np.ndarray:
-    """The worst value of each bin, (rows, bins): the largest, or of "idlest" the least. For headroom it is the least if
-    that is below 1, since the tensor saturates then; else the largest.
+    """The worst value of each bin, (rows, bins): the largest, or of "idlest" and "entropy" the least. For headroom it is
+    the least if that is below 1, since the tensor saturates then; else the largest.
     """
-    if quantity == "idlest":
+    if quantity in ("idlest", "entropy"):
         return np.fmin.reduceat(values, starts, axis=1)
     largest = np.fmax.reduceat(values, starts, axis=1)
     if quantity != "headroom":

@@ -65,12 +65,15 @@ TENSOR_SCALES = (
 )
 BUSIEST_BOUNDS = (2, 3, 4, 6, 10, 20)
 IDLEST_BOUNDS = (0.05, 0.2, 0.5)
+ENTROPY_BOUNDS = (0.1, 0.3, 0.9)
 LOAD_SCALES = (
     Scale("busiest", "Busiest", BUSIEST_BOUNDS, HEAT, _labels(BUSIEST_BOUNDS, _times)),
     Scale("idlest", "Idlest", IDLEST_BOUNDS, AROUND[:4], _labels(IDLEST_BOUNDS, _times)),
     _of_shares("unused", "Unused"),
+    _of_shares("dropped", "Dropped"),
+    Scale("entropy", "Entropy", ENTROPY_BOUNDS, AROUND[:4], _labels(ENTROPY_BOUNDS, percent)),
 )
-LOAD_UNITS = {"busiest": "times", "idlest": "times", "unused": "percent"}
+LOAD_UNITS = {"busiest": "times", "idlest": "times"} | dict.fromkeys(("unused", "dropped", "entropy"), "percent")
 RATIO_COLORS = ("high1", "high0", "even", "low0", "low1", "low2")
 UNITS = {name: "percent" for name in ("saturated", "underflowed", "nonfinite", "error")} | {"overall": "times"}
 

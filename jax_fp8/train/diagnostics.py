@@ -31,7 +31,7 @@ from jax_fp8.grads.tape import Measurement
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import cast_reference
 from jax_fp8.kernels.explicit import whole
-from jax_fp8.ops.router import EXPERT_SHARES
+from jax_fp8.ops.router import EXPERT_USE, OF_ALL_EXPERTS
 from jax_fp8.ops.weights import kernels_of
 
 TENSORS = {INPUT: "input", KERNEL: "kernel", OUTPUT_GRADIENT: "output_gradient"}
@@ -64,14 +64,14 @@ class ObservedGemm:
 
 @dataclass(frozen=True)
 class ObservedRouter:
-    """A router that measures the share of tokens that each of its experts gets; `path` leads to its kernel."""
+    """A router that measures how its experts are used; `path` leads to its kernel."""
 
     path: LayerPath
     experts: int
 
     @property
     def measurement(self) -> Measurement:
-        return Measurement(self.path, EXPERT_SHARES, (self.experts,), is_needed=False)
+        return Measurement(self.path, EXPERT_USE, (self.experts + len(OF_ALL_EXPERTS),), is_needed=False)
 
 
 Observations = tuple[ObservedGemm | ObservedRouter, ...]  # GEMMs first
@@ -103,7 +103,7 @@ def _size(gemms: Sequence[ObservedGemm]) -> int:
 @dataclass(frozen=True)
 class Layout:
     """The order of the numbers in the vector of `Diagnostics`: STATISTICS of the three tensors of each GEMM, norm and
-    count of each layer's gradients, and a share for each expert.
+    count of each layer's gradients, and for each router a share for each expert and OF_ALL_EXPERTS.
 
     Args:
       gemms: their names.
@@ -123,11 +123,11 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return self.first_share + sum(experts for _, experts in self.routers)
+        return self.first_share + sum(experts + len(OF_ALL_EXPERTS) for _, experts in self.routers)
 
     @property
     def first_share(self) -> int:
-        """Where the shares of experts begin."""
+        """Where the numbers of routers begin."""
         return len(self.gemms) * len(TENSORS) * len(STATISTICS) + len(self.layers) * len(OF_GRADIENT)
 
 
@@ -170,7 +170,7 @@ class Diagnostics:
 
         Args:
           observed: the GEMMs and routers that the step measured.
-          measured: by its passes: statistics of inputs and output gradients, then shares of experts.
+          measured: by its passes: statistics of inputs and output gradients, then the use of experts.
           params, fp8_state: before the step.
           gradients: like the params.
 
@@ -178,7 +178,7 @@ class Diagnostics:
           The diagnostics.
         """
         gemms = observed_gemms(observed)
-        health, shares = measured[: _size(gemms)].reshape(-1, *HEALTH), measured[_size(gemms) :]
+        health, of_routers = measured[: _size(gemms)].reshape(-1, *HEALTH), measured[_size(gemms) :]
         kernels = [_kernel_health(gemm, params, fp8_state).reshape(-1, len(STATISTICS)) for gemm in gemms]
         tensors = health
         if kernels:
@@ -190,7 +190,7 @@ class Diagnostics:
         by_layer = _gradients_by_layer(gradients, observed)
         norms = [jnp.stack(_norm_and_nonfinite(leaves)) for leaves in by_layer.values()]
         layout = Layout.for_observations(observed, params)
-        return cls(jnp.concatenate([tensors.reshape(-1), *norms, shares]), layout)
+        return cls(jnp.concatenate([tensors.reshape(-1), *norms, of_routers]), layout)
 
     def rows(self) -> dict[str, list[Row]]:
         """Read the diagnostics as dicts for JSON; waits for the device. Numbers that are not finite are None.
@@ -205,20 +205,23 @@ class Diagnostics:
             worst number of each kind. Numbers that could not be measured, as under `jax.vmap`, are None.
           "gradients": one row for each layer, the module that owns the params: "norm" of the finite elements, and
             "nonfinite", how many elements are not.
-          "experts", where there are any: one row for each layer, with "fractions", the share of all tokens that each
-            expert gets; the largest over microbatches.
+          "experts", where there are any: one row for each layer, with "fractions", the share of all tokens that the
+            router sends to each expert; "dropped", the share of the choices of tokens that a capacity dropped; and
+            "entropy" of the router's scores, the mean over tokens, 1 where all experts are alike. Each is the largest
+            over microbatches.
         """
         values = np.asarray(self.values, np.float64)
         count = len(self.layout.gemms) * len(TENSORS)
         tensors = values[: count * len(STATISTICS)].reshape(count, len(STATISTICS))
         names = [(layer, tensor) for layer in self.layout.gemms for tensor in TENSORS.values()]
         norms = values[count * len(STATISTICS) : self.layout.first_share].reshape(-1, len(OF_GRADIENT))
-        ends = np.cumsum([experts for _, experts in self.layout.routers], dtype=int)
-        shares = np.split(values[self.layout.first_share :], ends[:-1])
-        experts = [
-            {"layer": layer, "fractions": [_finite(share) for share in fractions]}
-            for (layer, _), fractions in zip(self.layout.routers, shares, strict=False)
-        ]
+        experts, first = [], self.layout.first_share
+        for layer, count in self.layout.routers:
+            end = first + count + len(OF_ALL_EXPERTS)
+            numbers = [_finite(number) for number in values[first:end]]
+            of_all = dict(zip(OF_ALL_EXPERTS, numbers[count:], strict=True))
+            experts.append({"layer": layer, "fractions": numbers[:count], **of_all})
+            first = end
         return {
             "tensors": [_tensor_row(*name, row) for name, row in zip(names, tensors, strict=True)],
             "gradients": [

@@ -106,6 +106,7 @@ def test_the_share_of_tokens_that_each_expert_gets(name, options):
         np.testing.assert_allclose(got.sum(1), 1, atol=1e-5)
     else:  # negative control: the largest of both, and not those of all
         assert np.abs(got[0] - fractions(TOKENS)[0]).max() > 1e-3 and got[0].sum() > 1
+    assert [row["dropped"] for row in found] == [0.0] * layers and all(0 < row["entropy"] < 1 for row in found)
     plain, _ = step(again, TOKENS)
     jax.tree.map(np.testing.assert_array_equal, after.params, plain.params)
 

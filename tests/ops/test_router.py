@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts import balance_loss, chosen_experts, dense_weights, softmax
+from experts import balance_loss, chosen_experts, dense_weights, scores_of, softmax
 from reference import assert_close
 
 from jax_fp8.ops.router import LOAD_GRADIENT, RouterRule
@@ -229,3 +229,17 @@ def test_refusals(sentence, fields):
     x, kernel, _ = inputs_of_many(0)
     with pytest.raises(ValueError, match=sentence):
         routed(x, kernel, RouterRule(**{"choices": 2} | fields))
+
+
+def test_the_entropy_is_that_of_the_scores_over_the_largest():
+    x = np.random.default_rng(0).normal(size=(40, 16)).astype(np.float32)
+    kernel = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+    for scores in ("softmax", "sigmoid"):
+        shares = scores_of(x.astype(np.float64) @ kernel, scores)
+        shares /= shares.sum(-1, keepdims=True)
+        wanted = np.mean(-np.sum(shares * np.log(shares), axis=-1)) / np.log(8)
+        assert float(route_by_rule(x, kernel, RouterRule(2, scores)).entropy) == pytest.approx(wanted, rel=1e-5)
+    assert float(route_by_rule(x, 0 * kernel, RouterRule(2)).entropy) == pytest.approx(1)
+    assert float(route_by_rule(x, 1e4 * kernel, RouterRule(2)).entropy) == pytest.approx(0, abs=1e-3)
+    gradient = jax.grad(lambda kernel: route_by_rule(x, kernel, RouterRule(2)).entropy)(jnp.asarray(kernel))
+    assert not np.asarray(gradient).any()

@@ -67,6 +67,7 @@ def test_loads_are_multiples_of_the_mean():
         "none": [0.0, 0.0, 0.0, 0.0],
     }
     row = {"step": 1, "experts": [{"layer": name, "fractions": of} for name, of in shares.items()]}
+    row["experts"][0] |= {"dropped": 0.125, "entropy": None}  # older files have neither
     later = {"step": 2, "experts": row["experts"][:1]}
     diagnosed = gather(map(sample_of, [later, row, {"step": 3}]))
     assert diagnosed.routers == tuple(shares)
@@ -74,6 +75,8 @@ def test_loads_are_multiples_of_the_mean():
     np.testing.assert_allclose(diagnosed.load("idlest")[:, 0], [1, 0.075, 0, np.nan, np.nan], rtol=1e-6)
     np.testing.assert_allclose(diagnosed.load("unused")[:, 0], [0, 0, 0.75, np.nan, np.nan])
     np.testing.assert_allclose(diagnosed.load("busiest")[0], [1, 1, np.nan])
+    np.testing.assert_allclose(diagnosed.load("dropped")[:, 0], [0.125, np.nan, np.nan, np.nan, np.nan])
+    assert np.isnan(diagnosed.load("entropy")).all()
 
 
 def test_bins_cover_all_columns():

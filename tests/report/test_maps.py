@@ -43,12 +43,12 @@ def test_a_map_has_rows_columns_and_exact_values():
 
 def test_a_map_of_loads_keeps_the_busiest_and_the_idlest_of_a_bin():
     log = with_experts(healthy(count=2000))
-    log.diagnostics[1234]["experts"][1]["fractions"] = [0.7, 0.1, 0.2, 0.0]
+    log.diagnostics[1234]["experts"][1] |= {"fractions": [0.7, 0.1, 0.2, 0.0], "dropped": 0.3, "entropy": 0.05}
     drawn = load_map(gather(map(sample_of, log.diagnostics)))
     assert drawn["rows"] == [["h_0/mlp", ""], ["h_1/mlp", ""]] and len(drawn["columns"]) == COLUMNS
     found = {name: decode(drawn["values"][name]).reshape(2, -1) for name in LOADS}
     column = next(i for i, (first, last) in enumerate(drawn["columns"]) if first <= 12_350 <= last)
-    np.testing.assert_allclose([found[name][1, column] for name in LOADS], [2.8, 0, 0.25], rtol=1e-4)
+    np.testing.assert_allclose([found[name][1, column] for name in LOADS], [2.8, 0, 0.25, 0.3, 0.05], rtol=1e-4)
     assert np.delete(found["busiest"], column, axis=1).max() < 1.5 and found["unused"][0].max() == 0
     assert not drawn["quiet"] and load_map(gather(map(sample_of, with_experts(healthy()).diagnostics)))["quiet"]
 

@@ -136,6 +136,7 @@ def _canonical(config: GPTConfig) -> GPTConfig:
         rotary_base=float(config.rotary_base),
         norm_epsilon=float(config.norm_epsilon),
         router_z_loss=0.0,
+        capacity_factor=None,
         dropout_rate=0.0,
         attention_dropout_rate=0.0,
         unrotated_layers=tuple(sorted(set(config.unrotated_layers))),

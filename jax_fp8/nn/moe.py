@@ -46,7 +46,7 @@ LOSSES = "losses"
 class LayerNormMoE(Fp8Module):
     """A mixture of experts: `Σ weight · down(activation(up(norm(x))))` over the experts of each token.
 
-    The result is as wide as `x`. Every token reaches all of its experts, unless there is a `capacity_factor`. Variables:
+    The result is as wide as `x`. Every token reaches all of its experts, if there is no `capacity_factor`. Variables:
     `params/{norm, router, up, down}`, with a gated activation `gate` too; kernels of experts are (num_experts, in,
     out), the router's is f32 (in, num_experts). Under delayed scaling `fp8/{+up, +down}` or `fp8/{+gate+up, +down}`:
     all experts share the three scales of a GEMM. There are no biases but `params/router/correction_bias`
@@ -71,8 +71,8 @@ class LayerNormMoE(Fp8Module):
       group_score_experts: a group's score is the sum of so many of its highest scores.
       shared_expert_features: hidden features of one more expert, which all tokens go to; 0 has none. Its weight is 1.
       gate_shared_expert: its weight is the sigmoid of `norm(x)` times a vector, `params/shared/router`.
-      capacity_factor: None drops no token. Otherwise, of the tokens that a device has, at most so many times the mean go
-        to each expert, `capacity_factor * tokens * experts_per_token / num_experts`, rounded up. Tokens behind these
+      capacity_factor: None drops no token. Otherwise, of the tokens of a device, at most so many times the mean go to
+        each expert, `capacity_factor * tokens * experts_per_token / num_experts`, rounded up. Tokens behind these
         have one expert less, and nothing in its place. Arrays then need room for so many rows alone, on every device.
       router_aux_loss: weight of the load-balancing loss of Switch Transformer (https://arxiv.org/abs/2101.03961,
         equation 4), for several choices of a token.

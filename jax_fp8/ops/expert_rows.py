@@ -87,7 +87,8 @@ def sort_tokens(
     """
     if split is None:
         sort = partial(_sort, experts, GROUP_ROWS, capacity_factor)
-        return ExpertRows(*on_own_tokens("t c -> t c, r, s, d", sort, choices))
+        rows, pairs, starts, dropped = on_own_tokens("t c -> t c, r, s, d", sort, choices)
+        return ExpertRows(rows, pairs, starts, dropped)
     tokens, of_token = choices.shape
     own_experts, capacity = experts // split.size, capacity_of(capacity_factor, tokens, of_token, experts)
     rows, pairs, starts, dropped = _sort(experts, 1, capacity_factor, choices)
@@ -101,7 +102,8 @@ def _sort(
     experts: int, multiple: int, capacity_factor: float | None, choices: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """With groups of a multiple of so many rows."""
-    capacity = capacity_of(capacity_factor, *choices.shape, experts)
+    tokens, of_token = choices.shape
+    capacity = capacity_of(capacity_factor, tokens, of_token, experts)
     chosen = choices.reshape(-1)
     pairs = chosen.size
     order = jnp.argsort(chosen, stable=True)  # pairs, by their experts

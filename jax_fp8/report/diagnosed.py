@@ -158,7 +158,7 @@ def bins(count: int, most: int) -> np.ndarray:
 
 
 def worst(values: np.ndarray, starts: np.ndarray, quantity: str) -> np.ndarray:
-    """The worst value of each bin, (rows, bins): the largest, or of "idlest" and "entropy" the least. For headroom it is
+    """The worst value of each bin, (rows, bins): the largest, of "idlest" and "entropy" the least. For headroom it is
     the least if that is below 1, since the tensor saturates then; else the largest.
     """
     if quantity in ("idlest", "entropy"):

@@ -30,8 +30,9 @@ ABOUT_TENSORS = (
 ABOUT_LOADS = (
     "How evenly a layer uses its experts. <b>Busiest</b>: the tokens of the expert with the most, as a multiple of the "
     "mean. <b>Idlest</b>: the same of the expert with the fewest. <b>Unused</b>: the share of experts with less than a "
-    "sixteenth of the mean. <b>Dropped</b>: the share of the choices of tokens that a capacity dropped. <b>Entropy</b>: "
-    "how evenly the router's scores are spread over the experts, for the mean token; 100 % if all are alike."
+    "sixteenth of the mean. <b>Dropped</b>: the share of the choices of tokens that a capacity dropped. "
+    "<b>Entropy</b>: how evenly the router's scores are spread over the experts, for the mean token; 100 % if all are "
+    "alike."
 )
 ABOUT_GRADIENTS = "The norm of each layer's gradient, and its ratio to the median of earlier diagnosed steps."
 

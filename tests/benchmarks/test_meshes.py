@@ -118,7 +118,7 @@ def test_sequences_of_a_step(benchmark, mesh, given, sequences):
     assert benchmark("mesh_cases").Case(mesh=mesh, **given).sequences == sequences
 
 
-@pytest.mark.parametrize("mesh", ["", "expert=2", "data", "data=x", "data=0", "data=2,tensor"])
+@pytest.mark.parametrize("mesh", ["", "context=2", "data", "data=x", "data=0", "data=2,tensor"])
 def test_what_is_no_mesh_is_one_sentence(benchmark, mesh, capsys):
     with pytest.raises(ValueError, match="a mesh must be axes among pipe, data, fsdp, expert, tensor, each once"):
         benchmark("mesh_cases").parse_axes(mesh)

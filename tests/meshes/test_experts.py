@@ -109,6 +109,20 @@ def test_steps_of_microbatches_are_those_of_one_device():
     assert_is_that_of_one_device(found, on_one_device("delayed", microbatches=2))
 
 
+@pytest.mark.parametrize("axes", ["expert 4", "data 2, expert 2", "fsdp 2, expert 2"])
+def test_microbatches_that_the_caller_drives_are_those_of_a_step(axes):
+    loss, recipe, batch = fp8.next_token_loss(model_of("delayed")), RECIPES["delayed"], tokens()
+    step = fp8.make_train_step(loss, SHOWING, recipe, 2, parallel=make_mesh(**AXES[axes]), warm_start=False)
+    state, again = (step.place(jax.tree.map(jnp.copy, state_of("delayed")), batch) for _ in range(2))
+    whole, _ = step(state, batch)
+    pending = step.start(again)
+    for i in range(2):
+        pending = step.accumulate_step(again, pending, batch[i::2], i == 0)
+    driven, _, _ = step.apply_step(again, pending)
+    assert_same_trees(driven.fp8, whole.fp8)
+    assert_close(significant(gradients_of(driven)), significant(gradients_of(whole)), 1e-5)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "block", "none"])
 def test_recomputed_rows_travel_again(recipe):
     wanted = trained(recipe, AXES["expert 2"], steps=1)

@@ -13,9 +13,9 @@ from jax_fp8.run import batches, devices, folder, generate, logs, progress, sett
 def test_a_mesh_has_its_axes_in_one_order():
     """Devices of `tensor` are neighbours, however the axes are written."""
     made = devices.make_mesh(" tensor=2, data=4")
-    assert dict(made.shape) == {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}
+    assert dict(made.shape) == {"pipe": 1, "data": 4, "fsdp": 1, "expert": 1, "tensor": 2}
     ids = np.vectorize(lambda device: device.id)(made.devices)
-    assert (ids == np.arange(8).reshape(1, 4, 1, 2)).all()
+    assert (ids == np.arange(8).reshape(1, 4, 1, 1, 2)).all()
 
 
 def test_several_processes_have_all_devices(monkeypatch):

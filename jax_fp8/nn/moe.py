@@ -23,6 +23,7 @@ from jax_fp8.core.shards import ParamSharding, current_experts, current_tensor, 
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
+from jax_fp8.kernels.explicit import whole
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_layer, check_padding, layer_name
@@ -238,7 +239,9 @@ def apply_with_losses(
 
 
 class _Experts(nn.Module):
-    """The kernels (experts, in, out) of one layer of all experts, each initialized by itself."""
+    """The kernels (experts, in, out) of one layer of all experts, each initialized by itself. On an Explicit mesh that
+    splits them, as the state of a step has them, they are gathered: the layer needs all experts of its tokens.
+    """
 
     shape: tuple[int, int, int]
     kernel_init: Initializer
@@ -254,7 +257,8 @@ class _Experts(nn.Module):
             keys = jax.random.split(key, experts)
             return jax.vmap(lambda key: self.kernel_init(key, tuple(kernel_shape), dtype))(keys)
 
-        return self.param("kernel", named(init_each, self.axes, self.axes is not None), self.shape, self.param_dtype)
+        init = named(init_each, self.axes, self.axes is not None)
+        return whole(self.param("kernel", init, self.shape, self.param_dtype))
 
 
 def _check_fields(module: LayerNormMoE) -> None:

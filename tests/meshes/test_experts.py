@@ -25,6 +25,7 @@ from hybrid import (
     tokens,
     train,
 )  # fmt: skip
+from jax.sharding import AxisType
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
@@ -239,6 +240,21 @@ def test_a_device_stores_its_experts_alone_and_a_state_moves_between_meshes():
     assert_same_trees(moved, after)
     _, next_metrics = on_data(moved, tokens())
     assert float(next_metrics["loss"]) < float(metrics["loss"])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", ["expert 4", "fsdp 2, expert 2"])
+def test_the_state_of_a_step_is_evaluated_and_generates_as_it_lies(axes, axis_type):
+    sizes, loss = AXES[axes], fp8.next_token_loss(model_of("delayed"))
+    mesh = make_mesh(**sizes)
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(axis_type,) * len(sizes))
+    step = fp8.make_train_step(loss, SHOWING, RECIPES["delayed"], parallel=mesh, warm_start=False)
+    state = state_of("delayed")
+    placed = step.place(jax.tree.map(jnp.copy, state), tokens())
+    evaluate = jax.jit(loss)
+    np.testing.assert_allclose(evaluate(placed.variables, tokens()), evaluate(state.variables, tokens()), rtol=LOSS)
+    write = functools.partial(fp8.generate, model_of("delayed"), max_new_tokens=4)
+    np.testing.assert_array_equal(*(write(variables=of.variables, prompt=tokens()[:4, :8]) for of in (placed, state)))
 
 
 def test_what_is_refused():

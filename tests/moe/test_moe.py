@@ -18,6 +18,8 @@ from transformations.test_lowering import custom_calls
 import jax_fp8 as fp8
 from jax_fp8.kernels.grouped_gemm import GRADIENT_TARGET, TARGET
 from jax_fp8.models.huggingface.config_json import family_of
+from jax_fp8.ops.grouped_linear import check_kernels
+from jax_fp8.ops.parameters import LinearParameters
 from jax_fp8.plan.choices import Choices
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)
@@ -266,13 +268,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="without the losses of routers"):
         jax.make_jaxpr(fp8.value_and_grad(fp8.next_token_loss(model)))(variables, tokens)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
-    layer, x = fp8.LayerNormMoE(128, 4, recipe=DELAYED), np.ones((512, 128), jnp.bfloat16)
-    of_shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
-    variables = jax.tree.map(lambda of: np.zeros(of.shape, of.dtype), of_shapes)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="every device must have all experts, got a kernel"):
-        up = jax.device_put(variables["params"]["up"]["kernel"], NamedSharding(mesh, P("data")))
-        split = {**variables, "params": {**variables["params"], "up": {"kernel": up}}}
-        jax.make_jaxpr(layer.apply)(split, jax.device_put(x, NamedSharding(mesh, P("data", None))))
+        check_kernels(LinearParameters(jax.device_put(np.ones((4, 128, 16)), NamedSharding(mesh, P("data"))), None))
     with pytest.raises(ValueError, match=r"a model for Hugging Face must be like .* normalize_router_weights=True"):
         family_of(fp8.GPTConfig.preset("mixtral-8x7b", normalize_router_weights=False))
     with pytest.raises(ValueError, match="plan needs a model without experts, got --preset mixtral-8x7b"):

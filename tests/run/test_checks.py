@@ -30,7 +30,7 @@ CANNOT_RUN = {
         "each once and with a size of at least 1, got 'data=2,context=2'; say data=2,tensor=4",
     ),
     "experts on a mesh": (
-        ["--mesh", "expert=8", "--preset", "tiny-moe", "--batch-size", "8"],
+        ["--mesh", "expert=8", "--preset", "tiny-moe", "--batch-size", "8", "--seq-len", "64"],
         "--mesh with expert=8 must divide the model's 4 experts, got --mesh expert=8; choose another size",
     ),
     "no mesh": (

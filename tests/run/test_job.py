@@ -53,7 +53,7 @@ def test_what_a_step_is_told_of_a_pipeline(book):
     def told(*flags):
         return parallelism(prepare(parse([*STAGES, "--data", str(book), *flags])))
 
-    assert dict(told().mesh.shape) == {"pipe": 2, "data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(told().mesh.shape) == {"pipe": 2, "data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
     assert (told().schedule, told().chunks) == ("1f1b", 1)
     chosen = told("--schedule", "interleaved", "--chunks", "3", "--num-layers", "6")
     assert (chosen.schedule, chosen.chunks) == ("interleaved", 3)

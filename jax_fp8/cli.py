@@ -168,9 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
     tuner.add_argument("--again", action="store_true", help="measure known GEMMs again")
     planner = commands.add_parser("plan", help="what a GPT's training step needs on GPUs that are not here")
     planner.add_argument("--preset", metavar="NAME", choices=PRESETS, required=True, help=model)
-    planner.add_argument(
-        "--mesh", default="data=1", help="axes among pipe, data, fsdp, expert and tensor: fsdp=4,tensor=2"
-    )
+    planner.add_argument("--mesh", default="data=1", help="axes among pipe, data, fsdp and tensor: fsdp=4,tensor=2")
     planner.add_argument("--gpu", choices=GPUS, default="h200", help="the kind of GPU")
     planner.add_argument("--batch", type=int, help="sequences of a step; by default 8 a microbatch of each part")
     planner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")

@@ -50,8 +50,8 @@ def value_and_grad(
       has_aux: as in `jax.value_and_grad`. On a mesh, aux combines all parts of the batch, as in
         `make_train_step`.
       parallel: a mesh, or a `Parallelism` with options; call the function under `jax.jit` then. The axis `pipe`, a
-        schedule and chunks are refused. Every array of `args` is split by its first dim over `data` and `fsdp`, and the
-        loss is the mean over its parts.
+        schedule and chunks are refused. Every array of `args` is split by its first dim over `data`, `fsdp` and
+        `expert`, and the loss is the mean over its parts.
       delay_wgrad_compute: leave the GEMMs of weight gradients for later, to `backward_dw`; refused with a mesh. `grads`
         has all gradients that need no such GEMM: of biases, norms, embeddings, the head, and of a penalty on kernels.
         It also has those of kernels that cannot be delayed: of layers in a branch of `lax.cond` or under `jax.vmap`,

@@ -29,7 +29,6 @@ from jax.sharding import AxisType
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
-from jax_fp8.nn import moe
 from jax_fp8.ops import expert_mlp, expert_rows
 from jax_fp8.parallel import transfers
 
@@ -264,12 +263,16 @@ def test_what_is_refused():
         trained("delayed", {"expert": 2, "tensor": 2}, steps=1)
 
 
+def test_gradients_on_a_mesh_are_those_of_a_step():
+    """As in a loop of one's own: `value_and_grad` with the mesh."""
+    loss, state, batch = fp8.next_token_loss(model_of("current")), state_of("current"), tokens()
+    take = jax.jit(fp8.value_and_grad(loss, parallel=make_mesh(expert=4)))
+    _, found, _ = take(jax.tree.map(jnp.copy, state.variables), batch)
+    assert_close(significant(found), significant(gradients_of(on_one_device("current")[0][0])), FIRST_SUMS)
+
+
 def test_a_model_without_experts_has_one_more_axis_of_data():
     loss, batch = fp8.next_token_loss(gpt(RECIPES["delayed"], num_layers=1)), tokens()
     state = first_state(gpt(RECIPES["delayed"], num_layers=1).init, jnp.zeros((1, SEQ), jnp.int32), SHOWING)
     found, wanted = (train(loss, state, batch, RECIPES["delayed"], axes=axes) for axes in ({"expert": 2}, {"data": 2}))
     assert_same_trees(found[0][0].params, wanted[0][0].params)
-
-
-def test_outside_of_a_step_on_a_mesh_all_experts_are_here():
-    assert moe.current_experts() is None

@@ -71,7 +71,7 @@ cudaError_t launch_kernel(Call<C, T> call, int64_t heads, int multiprocessors, c
   clusters.blocks = heads << call.log2_blocks;
   // Blocks that begin when others have ended find no kernel before still running, and would ask for all twice. Many
   // heads use all that memory brings anyway.
-  const bool begin_at_once = kWarps == kMostWarps<kWidth> && clusters.blocks <= int64_t{multiprocessors} * kAtOnce;
+  const bool begin_at_once = kWarps != kWarpsOfManyHeads && clusters.blocks <= int64_t{multiprocessors} * kAtOnce;
   call.asks_early = call.asks_early && found && begin_at_once;
   return ClusterLaunch(clusters, stream, found ? Begins::kEarly : Begins::kInTurn)(kernel, call);
 }
@@ -79,17 +79,24 @@ cudaError_t launch_kernel(Call<C, T> call, int64_t heads, int multiprocessors, c
 template <typename C, typename T, int kWidth>
 cudaError_t launch(const Call<C, T>& call, int64_t heads, cudaStream_t stream) {
   constexpr bool kIsFloat = std::is_same_v<C, float>;
-  constexpr int kHeads = kIsFloat ? kMostQueriesOfFloats : kMostQueriesOfProducts, kWarps = kMostWarps<kWidth>;
+  constexpr int kHeads = kIsFloat ? kMostQueriesOfFloats : kMostQueriesOfProducts, kWarps = kFewWarps<kWidth>;
   int multiprocessors = 0;
   const cudaError_t status = find_multiprocessors(multiprocessors);
   if (status != cudaSuccess) return status;
   if constexpr (kIsFloat) {
     if (call.sizes.queries == 1) return launch_kernel<C, T, kWidth, 1, kWarps>(call, heads, multiprocessors, stream);
   }
+  const int64_t tiles = heads * divide_up(call.sizes.queries, kHeads);
   if constexpr (kIsFp8<C> && kWidth <= 128) {
-    const int64_t at_once = int64_t{multiprocessors} * kResident<C, kWidth, kWarps>;
-    if (heads * divide_up(call.sizes.queries, kHeads) > at_once) {
+    if (tiles > int64_t{multiprocessors} * kResident<C, kWidth, kWarps>) {
       return launch_kernel<C, T, kWidth, kHeads, kWarpsOfManyHeads>(call, heads, multiprocessors, stream);
+    }
+  }
+  if constexpr (!kIsFloat && kMostWarps<kWidth> > kWarps) {
+    const int log2_blocks = log2_blocks_of(tiles, call.sizes.slots, multiprocessors, kResident<C, kWidth, kWarps>);
+    const int at_once = kWarps * kTileSlots<C, kWidth, kWarps>;
+    if (tiles << log2_blocks <= multiprocessors && call.sizes.slots >> log2_blocks > at_once) {
+      return launch_kernel<C, T, kWidth, kHeads, kMostWarps<kWidth>>(call, heads, multiprocessors, stream);
     }
   }
   return launch_kernel<C, T, kWidth, kHeads, kWarps>(call, heads, multiprocessors, stream);

@@ -49,7 +49,12 @@ ONLY_128 = (
     (LAUNCH, "if (sizes.head_dim <= 64) return launch<C, T, 64>(call, heads, stream);", ""),
     (LAUNCH, "return launch<C, T, 256>(call, heads, stream);", "return cudaErrorInvalidValue;"),
 )
+ONLY_64 = ((LAUNCH, "if (sizes.head_dim <= 128) return launch<C, T, 128>(call, heads, stream);", ""), ONLY_128[1])
 FEW_KERNELS, FLOAT_KERNELS = (*ONLY_BFLOAT16, *ONLY_128), (*ONLY_FLOAT, *ONLY_128)
+
+# Up to two key heads have two or more blocks each, with a multiprocessor for each block. It has more slots than all its
+# warps take at once, and the last block those of the prompt and of new tokens.
+MANY_SLOTS = {"cache": E4M3, "head_dim": 64, "group": 3, "slots": 1260, "prompt_slots": 1200, "step": 50}
 
 
 def run(problem, changes=(), *, follows=False, asked=None, attended_scale=None):

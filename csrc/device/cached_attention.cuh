@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kWarps * kWarp, kResident<C, kWidth, kWarps>) 
   if (call.asks_early) ask_for_slots(call, part, seen, first, end);
   const Results<C, T, kWidth, kHeads, kWarps> results(call, part, shared);
   const int64_t slot = int64_t{part.head} * call.sizes.slots + seen.first;
-  const Rows<C> keys(call.keys, call.key_scales, slot, call.sizes.head_dim, end);
-  const Rows<C> values(call.values, call.value_scales, slot, call.sizes.head_dim, end);
-  typename WalkFor<C, T, kWidth, kHeads, kWarps>::Type walk(call, seen, keys, values, first);
+  const Rows<C> keys(call.keys, call.key_scales, slot, call.sizes.head_dim);
+  const Rows<C> values(call.values, call.value_scales, slot, call.sizes.head_dim);
+  typename WalkFor<C, T, kWidth, kHeads, kWarps>::Type walk(call, keys, values, {seen, first, end});
   wait_for_kernels_before();
   const int warp = static_cast<int>(threadIdx.x) / kWarp, token_rows = TokenRows(part).count;
   TokenRow<T, kWidth> fetched;

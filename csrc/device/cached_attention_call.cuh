@@ -10,16 +10,20 @@
 
 namespace jax_fp8::cached_attention {
 
-// Of a block. kWidth is 64, 128 or 256: the features of a head, rounded up.
+// Warps of a block. kWidth is 64, 128 or 256: the features of a head, rounded up.
 template <int kWidth>
-constexpr int kMostWarps = kWidth == 256 ? 8 : 6;
+constexpr int kFewWarps = kWidth == 256 ? 8 : 6;
+// Of a block with many slots and a multiprocessor for itself. Memory takes so long to answer that a multiprocessor must
+// ask for 50 KB or more at once.
+template <int kWidth>
+constexpr int kMostWarps = kWidth == 64 ? 16 : kWidth == 128 ? 12 : 8;
 // With more heads than run at once, a tile in FP8 takes longer to use than to load. Then small blocks are faster: more
 // warps share a multiprocessor.
 constexpr int kWarpsOfManyHeads = 4;
 
 // Blocks that the registers of a multiprocessor must allow.
 template <typename C, int kWidth, int kWarps>
-constexpr int kResident = kWidth == 256                  ? 1
+constexpr int kResident = kWarps == kMostWarps<kWidth>   ? 1
                           : kWarps == kWarpsOfManyHeads ? (kWidth == 128 ? 4 : 5)
                           : kWidth == 128 || sizeof(C) == 4 ? 2
                                                             : 3;
@@ -121,15 +125,43 @@ __device__ inline Seen seen_by(int length, int step, const Sizes& sizes) {
           sizes.prompt_slots + step};
 }
 
-// The keys or the values of a key head, and which of them this block sees.
+// Neighbouring slots that a warp takes at once.
+struct Tile {
+  int slot;   // its first, counted from `Seen::first`
+  int count;  // of slots from there on that the block sees without a gap: those of the tile, and those behind it
+};
+
+// The slots of a block in tiles of kTile slots, at the places 0, kTile, 2 kTile, ... The first new token begins a tile,
+// so the slots of each tile are neighbours.
+template <int kTile>
+struct Tiles {
+  int slot;    // of place 0
+  int prompt;  // places of the prompt
+  int gap;     // more slots than places before a new token
+  int end;     // the place behind the last one
+
+  // Of the slots with the numbers from `first` to `last`, without that one.
+  __device__ Tiles(const Seen& seen, int first, int last)
+      : slot(first), prompt(max(min(last, seen.prompt) - first, 0)) {
+    const int first_new = max(first, seen.prompt), place = (prompt + kTile - 1) / kTile * kTile;
+    gap = seen.from_first(first_new) - first - place, end = place + max(last - first_new, 0);
+  }
+
+  __device__ Tile at(int place) const {
+    const bool is_new = place >= prompt;
+    return {slot + place + (is_new ? gap : 0), (is_new ? end : prompt) - place};
+  }
+};
+
+// The keys or the values of a key head, from the first slot that is seen on.
 template <typename C>
 struct Rows {
-  const C* rows;        // [slots, head_dim], from the first slot that is seen on
-  const float* scales;  // [slots], likewise
-  int head_dim, end;    // the number behind the last slot
+  const C* rows;        // [slots, head_dim]
+  const float* scales;  // [slots]
+  int head_dim;
 
-  __device__ Rows(const C* all, const float* all_scales, int64_t first, int head_dim, int end)
-      : rows(all + first * head_dim), scales(kIsFp8<C> ? all_scales + first : nullptr), head_dim(head_dim), end(end) {}
+  __device__ Rows(const C* all, const float* all_scales, int64_t first, int head_dim)
+      : rows(all + first * head_dim), scales(kIsFp8<C> ? all_scales + first : nullptr), head_dim(head_dim) {}
 };
 
 }  // namespace jax_fp8::cached_attention

@@ -119,16 +119,16 @@ __device__ inline float product(const float (&query)[kHeads][kVectorWidth], cons
 
 using FloatBatch = Vector<float>[kSlots];
 
-// Loads the slots with the numbers from `first` on. What lies outside of the block's slots becomes 0, and is not read.
+// What lies outside of the block's slots becomes 0, and is not read.
 template <int kLanes, int kHeads>
-__device__ inline void load_batch(const Rows<float>& source, const Seen& seen, int first, FloatBatch& batch) {
+__device__ inline void load_batch(const Rows<float>& source, const Tile& tile, FloatBatch& batch) {
   using Lanes = Layout<kLanes, kHeads>;
 #pragma unroll
   for (int j = 0; j < kSlots; ++j) {
-    const int number = first + j * Lanes::kGroups + Lanes::group();
+    const int slot = j * Lanes::kGroups + Lanes::group();
     batch[j] = filled_with<float>(0);
-    if (number < source.end && Lanes::feature() < source.head_dim) {
-      const float* from = source.rows + (seen.from_first(number) * source.head_dim + Lanes::feature());
+    if (slot < tile.count && Lanes::feature() < source.head_dim) {
+      const float* from = source.rows + ((tile.slot + slot) * source.head_dim + Lanes::feature());
       load_words(from, 0, 16, batch[j].words), load_words(from, 16, 16, batch[j].words + 4);
     }
   }
@@ -149,12 +149,11 @@ __device__ inline float multiply_batch(const float (&query)[kHeads][kVectorWidth
   return kept[0];
 }
 
-// From a product to a weight, of a slot before `end`. Raises the maximum to those of the batch.
+// From a product to a weight, of one of the batch's first `count` slots. Raises the maximum to those of the batch.
 template <int kLanes, int kHeads>
-__device__ inline float weigh_batch(Running<kLanes, kHeads>& running, const Logits& logits, int first, int end,
-                                    float product) {
+__device__ inline float weigh_batch(Running<kLanes, kHeads>& running, const Logits& logits, int count, float product) {
   using Lanes = Layout<kLanes, kHeads>;
-  const float logit = first + Lanes::slot() < end ? logits.of(product) : __int_as_float(0xFF800000);
+  const float logit = Lanes::slot() < count ? logits.of(product) : __int_as_float(0xFF800000);
   const float raised = lanes_max<Lanes::kHeadLanes / 2>(fmaxf(running.largest, logit));
   running.multiply(power_of_2<float>(__fsub_rn(running.largest, raised)));
   running.largest = raised;
@@ -210,13 +209,16 @@ __device__ inline void leave_groups(Running<kLanes, kHeads>& running, int querie
 // The first batch is loaded before the new token, and the rest follows.
 template <int kWidth, int kHeads, int kWarps>
 class FloatWalk {
+  static constexpr int kLanes = kWidth / kVectorWidth;
+  using Lanes = Layout<kLanes, kHeads>;
+
  public:
-  __device__ FloatWalk(const Call<float, float>& call, const Seen& seen, const Rows<float>& of_keys,
-                       const Rows<float>& of_values, int first)
-      : call_(call), seen_(seen), of_keys_(of_keys), of_values_(of_values),
-        first_(first + static_cast<int>(threadIdx.x) / kWarp * Lanes::kBatch) {
-    load_batch<kLanes, kHeads>(of_keys, seen, first_, keys_);
-    load_batch<kLanes, kHeads>(of_values, seen, first_, values_);
+  __device__ FloatWalk(const Call<float, float>& call, const Rows<float>& of_keys, const Rows<float>& of_values,
+                       const Tiles<Lanes::kBatch>& tiles)
+      : call_(call), of_keys_(of_keys), of_values_(of_values), tiles_(tiles),
+        place_(static_cast<int>(threadIdx.x) / kWarp * Lanes::kBatch) {
+    load_batch<kLanes, kHeads>(of_keys, tiles.at(place_), keys_);
+    load_batch<kLanes, kHeads>(of_values, tiles.at(place_), values_);
   }
 
   __device__ void run(int queries, Shared<float, float, kWidth, kHeads>& shared, float* sums) {
@@ -225,27 +227,23 @@ class FloatWalk {
     for (int h = 0; h < kHeads; ++h) read_fours(shared.query[0][min(h, queries - 1)] + Lanes::feature(), query[h]);
     Running<kLanes, kHeads> running;
     running.start();
-    while (first_ < of_keys_.end) {
-      const int next = first_ + kWarps * Lanes::kBatch;
+    while (place_ < tiles_.end) {
+      const Tile tile = tiles_.at(place_), next = tiles_.at(place_ += kWarps * Lanes::kBatch);
       const float product = multiply_batch<kLanes>(query, keys_);
-      load_batch<kLanes, kHeads>(of_keys_, seen_, next, keys_);
-      const float weight = weigh_batch(running, call_.logits, first_, of_keys_.end, product);
+      load_batch<kLanes, kHeads>(of_keys_, next, keys_);
+      const float weight = weigh_batch(running, call_.logits, tile.count, product);
       add_batch(running, values_, weight);
-      load_batch<kLanes, kHeads>(of_values_, seen_, next, values_);
-      first_ = next;
+      load_batch<kLanes, kHeads>(of_values_, next, values_);
     }
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     leave_groups(running, queries, shared, sums + warp * queries * kPartWidth<kWidth>);
   }
 
  private:
-  static constexpr int kLanes = kWidth / kVectorWidth;
-  using Lanes = Layout<kLanes, kHeads>;
-
   const Call<float, float>& call_;
-  const Seen& seen_;
   const Rows<float>&of_keys_, &of_values_;
-  int first_;
+  const Tiles<Lanes::kBatch> tiles_;
+  int place_;  // of the warp's batch
   FloatBatch keys_, values_;
 };
 

@@ -1,11 +1,11 @@
-// Attention to a cache of 16-bit or 8-bit elements, on the tensor cores. A warp takes tiles of 16 slots.
+// Attention to a cache of 16-bit or 8-bit elements, on the tensor cores. A warp takes tiles of 16 or 32 slots.
 //
 //     logits[queries, slots] = query[queries, features] · keys[slots, features]ᵀ       16 x 8 x 16 at once, twice
 //     attended[features, queries] += values[slots, features]ᵀ · weights[queries, slots]ᵀ
 //
 // The 8 columns of the second product are 8 queries, and the first one has them in the upper half of its 16 rows. So
-// the weights lie on the lanes as the next product needs them: lane 4 g + t has query g and the slots 2 t, 2 t + 1,
-// 2 t + 8 and 2 t + 9.
+// the weights lie on the lanes as the next product needs them: of each 16 slots, lane 4 g + t has query g and the slots
+// 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 //
 // Weights are rounded to 16 bits, and so are what this drops of them: together they have 16 bits or more. Values in FP8
 // are multiplied by their scales in the weights. Scales have a wider range than float16, and a slot with a large one
@@ -79,11 +79,11 @@ struct WarpSoftmax {
   }
 };
 
-// The products of the lane's query with the keys of its four slots, times `factor`.
-template <typename C, typename T, int kWidth, int kHeads>
+// The products of the lane's query with the keys of its slots, times `factor`.
+template <typename C, typename T, int kWidth, int kHeads, int kTile>
 __device__ inline void multiply(const Shared<C, T, kWidth, kHeads>& shared, int query, float factor,
-                                const Keys<C, kWidth>& keys, float (&products)[4]) {
-  float sums[2][4] = {};
+                                const Keys<C, kWidth, kTile>& keys, float (&products)[kTile / 4]) {
+  float sums[kTile / 8][4] = {};
 #pragma unroll
   for (int c = 0; c < kWidth / 32; ++c) {
     uint32_t rows[2][4] = {};  // of the operands' upper and lower halves
@@ -94,7 +94,7 @@ __device__ inline void multiply(const Shared<C, T, kWidth, kHeads>& shared, int 
       for (int i = 0; i < 4; ++i) rows[part][i] = own.words[i];
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < kTile / 8; ++j) {
       uint32_t words[4];
       to_operands(keys.rows[j][c], words);
 #pragma unroll
@@ -105,25 +105,25 @@ __device__ inline void multiply(const Shared<C, T, kWidth, kHeads>& shared, int 
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kTile / 4; ++i) {
     products[i] = sums[i / 2][i % 2];
     if constexpr (kOperands<C, T> == 2) products[i] = __fadd_rn(products[i], sums[i / 2][2 + i % 2]);
     products[i] = __fmul_rn(products[i], kIsFp8<C> ? __fmul_rn(keys.scales[i], factor) : factor);
   }
 }
 
-// From scaled products to weights, those of the slots before `end`. Raises the maximum to theirs, and returns the
-// difference of the old one to the new one.
-template <typename C, int kWidth>
-__device__ inline float weigh(WarpSoftmax<C, kWidth>& softmax, float cap, int first, int end, float (&weights)[4]) {
+// From scaled products to weights, those of the tile's first `count` slots. Raises the maximum to theirs, and returns
+// the difference of the old one to the new one.
+template <typename C, int kWidth, int kCount>
+__device__ inline float weigh(WarpSoftmax<C, kWidth>& softmax, float cap, int count, float (&weights)[kCount]) {
   if (__builtin_expect(cap != 0.0f, 0)) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) weights[i] = __fmul_rn(tanhf(weights[i]), cap);
+    for (int i = 0; i < kCount; ++i) weights[i] = __fmul_rn(tanhf(weights[i]), cap);
   }
   float raised = softmax.largest;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (first + slot_of(i) >= end) weights[i] = __int_as_float(0xFF800000);
+  for (int i = 0; i < kCount; ++i) {
+    if (slot_of(i) >= count) weights[i] = __int_as_float(0xFF800000);
     raised = fmaxf(raised, weights[i]);
   }
   raised = query_max(raised);
@@ -131,7 +131,7 @@ __device__ inline float weigh(WarpSoftmax<C, kWidth>& softmax, float cap, int fi
   const float difference = __fsub_rn(softmax.largest, raised);
   softmax.largest = raised, softmax.sum = __fmul_rn(softmax.sum, power_of_2<C>(difference));
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     weights[i] = power_of_2<C>(__fsub_rn(weights[i], raised));
     softmax.sum = __fadd_rn(softmax.sum, weights[i]);
   }
@@ -140,14 +140,14 @@ __device__ inline float weigh(WarpSoftmax<C, kWidth>& softmax, float cap, int fi
 
 // The factor of earlier sums, from the difference of the largest logits. In FP8, multiplies weights by the scales of
 // their values, in units of a power of two that brings them below 2**16, the range of float16.
-template <typename C, int kWidth>
-__device__ inline float scale_weights(WarpSoftmax<C, kWidth>& softmax, float difference, const float (&scales)[4],
-                                      float (&weights)[4]) {
+template <typename C, int kWidth, int kCount>
+__device__ inline float scale_weights(WarpSoftmax<C, kWidth>& softmax, float difference,
+                                      const float (&scales)[kCount], float (&weights)[kCount]) {
   if constexpr (!kIsFp8<C>) return power_of_2<C>(difference);
   // The sum of two floats' bits has the exponent of their product, or one less, in a wider range than a float has.
   uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     const uint32_t bits = __float_as_uint(weights[i]) + __float_as_uint(scales[i]);
     largest = max(largest, weights[i] > 0.0f ? bits : 0);
   }
@@ -156,37 +156,40 @@ __device__ inline float scale_weights(WarpSoftmax<C, kWidth>& softmax, float dif
   softmax.exponent = max(max(own, earlier), kLowestExponent);
   const float unit = power_of_two(-softmax.exponent);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) weights[i] = __fmul_rn(__fmul_rn(weights[i], unit), scales[i]);
+  for (int i = 0; i < kCount; ++i) weights[i] = __fmul_rn(__fmul_rn(weights[i], unit), scales[i]);
   return power_of_two(max(earlier - softmax.exponent, kLowestExponent - 1));  // or 0
 }
 
-// Adds the values of the four slots, each of the slots' weights as the sum of two operands.
-template <typename C, int kWidth>
-__device__ inline void add(WarpSoftmax<C, kWidth>& softmax, const Values<C, kWidth>& values,
-                           const float (&weights)[4]) {
+// Adds the values of the lane's slots, each of their weights as the sum of two operands.
+template <typename C, int kWidth, int kTile>
+__device__ inline void add(WarpSoftmax<C, kWidth>& softmax, const Values<C, kWidth, kTile>& values,
+                           const float (&weights)[kTile / 4]) {
   using Type = Operand<C>;
-  uint32_t upper[2], lower[2];
+  uint32_t upper[kTile / 8], lower[kTile / 8];
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
+  for (int j = 0; j < kTile / 8; ++j) {
     float kept[2];
     upper[j] = pack(weights[2 * j], weights[2 * j + 1], Type{});
     unpack(upper[j], kept, Type{});
     lower[j] = pack(__fsub_rn(weights[2 * j], kept[0]), __fsub_rn(weights[2 * j + 1], kept[1]), Type{});
   }
 #pragma unroll
-  for (int c = 0; c < kWidth / 64; ++c) {
-    uint32_t words[4][4];
+  for (int j = 0; j < kTile / 8; j += 2) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to_operands(values.rows[i][c], words[i]);
+    for (int c = 0; c < kWidth / 64; ++c) {
+      uint32_t words[4][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // From pairs of features to pairs of slots.
-      const uint32_t pairs[4] = {__byte_perm(words[0][i], words[1][i], 0x5410),
-                                 __byte_perm(words[0][i], words[1][i], 0x7632),
-                                 __byte_perm(words[2][i], words[3][i], 0x5410),
-                                 __byte_perm(words[2][i], words[3][i], 0x7632)};
-      multiply_add(softmax.attended[4 * c + i], pairs, upper, Type{});
-      multiply_add(softmax.attended[4 * c + i], pairs, lower, Type{});
+      for (int i = 0; i < 4; ++i) to_operands(values.rows[2 * j + i][c], words[i]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // From pairs of features to pairs of slots.
+        const uint32_t pairs[4] = {__byte_perm(words[0][i], words[1][i], 0x5410),
+                                   __byte_perm(words[0][i], words[1][i], 0x7632),
+                                   __byte_perm(words[2][i], words[3][i], 0x5410),
+                                   __byte_perm(words[2][i], words[3][i], 0x7632)};
+        multiply_add(softmax.attended[4 * c + i], pairs, {upper[j], upper[j + 1]}, Type{});
+        multiply_add(softmax.attended[4 * c + i], pairs, {lower[j], lower[j + 1]}, Type{});
+      }
     }
   }
 }
@@ -228,14 +231,16 @@ __device__ inline void leave(const WarpSoftmax<C, kWidth>& softmax, int queries,
 // not hold all keys and values of a tile beside the sums, so most of the values are loaded when the keys are done.
 template <typename C, typename T, int kWidth, int kHeads, int kWarps>
 class Walk {
+  static constexpr int kTile = kTileSlots<C, kWidth, kWarps>;
+
  public:
-  __device__ Walk(const Call<C, T>& call, const Seen& seen, const Rows<C>& of_keys, const Rows<C>& of_values,
-                  int first)
-      : call_(call), seen_(seen), of_keys_(of_keys), of_values_(of_values), end_(of_keys.end),
-        first_(first + static_cast<int>(threadIdx.x) / kWarp * kTileSlots) {
-    if (first_ >= end_) return;
-    load(of_keys, seen, first_, keys_);
-    load<0, kEarly>(of_values, seen, first_, values_);
+  __device__ Walk(const Call<C, T>& call, const Rows<C>& of_keys, const Rows<C>& of_values,
+                  const Tiles<kTile>& tiles)
+      : call_(call), of_keys_(of_keys), of_values_(of_values), tiles_(tiles),
+        place_(static_cast<int>(threadIdx.x) / kWarp * kTile) {
+    if (place_ >= tiles_.end) return;
+    load(of_keys, tiles.at(place_), keys_);
+    load<0, kEarly>(of_values, tiles.at(place_), values_);
   }
 
   // Leaves the warp's softmax in `shared` and in `sums`. Loads are issued as soon as registers are free.
@@ -244,18 +249,20 @@ class Walk {
     softmax.start();
     const int query = min(lane_row(), queries - 1);  // lanes without a query repeat the last one
     const float inner = __fmul_rn(call_.logits.inner, kIsFp8<C> ? shared.units[query] : 1.0f);
-    while (first_ < end_) {
-      const int next = first_ + kWarps * kTileSlots;
-      float weights[4];
+    while (place_ < tiles_.end) {
+      float weights[kTile / 4];
       multiply(shared, query, inner, keys_, weights);
-      if constexpr (kEarly < kSteps) load<kEarly, kSteps>(of_values_, seen_, first_, values_);
-      if (kEarly == kSteps && next < end_) load(of_keys_, seen_, next, keys_);
-      const float difference = weigh(softmax, call_.logits.outer, first_, end_, weights);
+      if constexpr (kEarly < kSteps) load<kEarly, kSteps>(of_values_, tiles_.at(place_), values_);
+      const int count = tiles_.at(place_).count;
+      place_ += kWarps * kTile;
+      const bool is_last = place_ >= tiles_.end;
+      const Tile next = tiles_.at(place_);
+      if (kEarly == kSteps && !is_last) load(of_keys_, next, keys_);
+      const float difference = weigh(softmax, call_.logits.outer, count, weights);
       softmax.multiply(scale_weights(softmax, difference, values_.scales, weights));
       add(softmax, values_, weights);
-      if (kEarly < kSteps && next < end_) load(of_keys_, seen_, next, keys_);
-      if (next < end_) load<0, kEarly>(of_values_, seen_, next, values_);
-      first_ = next;
+      if (kEarly < kSteps && !is_last) load(of_keys_, next, keys_);
+      if (!is_last) load<0, kEarly>(of_values_, next, values_);
     }
     leave(softmax, queries, shared, sums + static_cast<int>(threadIdx.x) / kWarp * queries * kPartWidth<kWidth>);
   }
@@ -264,12 +271,11 @@ class Walk {
   static constexpr int kSteps = kWidth / 64, kEarly = kWidth == 256 && sizeof(C) == 2 ? 1 : kSteps;
 
   const Call<C, T>& call_;
-  const Seen& seen_;
   const Rows<C>&of_keys_, &of_values_;
-  const int end_;
-  int first_;
-  Keys<C, kWidth> keys_;
-  Values<C, kWidth> values_;
+  const Tiles<kTile> tiles_;
+  int place_;  // of the warp's tile
+  Keys<C, kWidth, kTile> keys_;
+  Values<C, kWidth, kTile> values_;
 };
 
 }  // namespace jax_fp8::cached_attention

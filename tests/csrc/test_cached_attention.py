@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from emulation import ONLY_BFLOAT16, EmulationError, planted
 from new_tokens import check, make
-from token_attention import E4M3, FEW_KERNELS, FEW_SLOTS, FLOAT_KERNELS, outweighed, run, steep
+from token_attention import E4M3, FEW_KERNELS, FEW_SLOTS, FLOAT_KERNELS, MANY_SLOTS, ONLY_64, outweighed, run, steep
 
 KERNEL, CALL = "device/cached_attention.cuh", "device/cached_attention_call.cuh"
 TOKEN, PARTS = "device/cached_attention_token.cuh", "device/cached_attention_parts.cuh"
 PRODUCTS, FLOATS = "device/cached_attention_products.cuh", "device/cached_attention_floats.cuh"
 SLOTS = "device/cached_attention_slots.cuh"
 MISTAKES = {
-    "slots beyond the end": (PRODUCTS, "first + slot_of(i) >= end", "false"),
-    "slots beyond the end are read": (SLOTS, "min(number, source.end - 1)", "number"),
+    "slots beyond the end": (PRODUCTS, "slot_of(i) >= count", "false"),
+    "slots beyond the end are read": (SLOTS, "min(slot, tile.count - 1)", "slot"),
     "features beyond the end are read": (SLOTS, "|| 32 * c + 8 * lane_column() < source.head_dim", "|| true"),
     "values of other features": (SLOTS, "64 * c : min(64 * c, last)", "64 * c : min(64 * c, 0)"),
     "features beyond the end are written": (PARTS, "if (feature >= head_dim) return;", ""),
@@ -41,17 +41,30 @@ MISTAKES = {
     "the new token for every block": (PARTS, "    if (part_.sees_token()) {\n", "    if (true) {\n"),
     "the new token counts twice": (PARTS, "shared_.own_logits[h], 1.0f,", "shared_.own_logits[h], 2.0f,"),
     "the new token's slot is read": (CALL, "prompt + (step - first_step)", "prompt + (step - first_step) + 1"),
+    "new tokens in the place of the prompt's": (CALL, "place + (is_new ? gap : 0)", "place"),
+    "new tokens one slot too early": (
+        CALL,
+        "seen.from_first(first_new) - first - place",
+        "seen.from_first(first_new) - first - place - 1",
+    ),
+    "a tile of both": (CALL, "(prompt + kTile - 1) / kTile * kTile", "prompt"),
+    "a prompt too long": (CALL, "is_new ? end : prompt", "true ? end : prompt"),
+    "the prompt of all blocks": (CALL, "max(min(last, seen.prompt) - first, 0)", "seen.prompt"),
     "not rescaled": (PRODUCTS, "if (!__any_sync(kAllLanes, factor != 1.0f)) return;", "return;"),
     "a sum of weights not rescaled": (PRODUCTS, "__fmul_rn(softmax.sum, power_of_2<C>(difference))", "softmax.sum"),
     "a factor of another query": (PRODUCTS, "second = of_sums<1>(factor)", "second = of_sums<0>(factor)"),
-    "weights of 8 bits": (PRODUCTS, "      multiply_add(softmax.attended[4 * c + i], pairs, lower, Type{});\n", ""),
+    "weights of 8 bits": (
+        PRODUCTS,
+        "        multiply_add(softmax.attended[4 * c + i], pairs, {lower[j], lower[j + 1]}, Type{});\n",
+        "",
+    ),
     "a value of another slot": (PRODUCTS, "(words[2][i], words[3][i], 0x7632)", "(words[3][i], words[2][i], 0x7632)"),
-    "a key of another slot": (SLOTS, "seen, first + 8 * j + lane_row())", "seen, first + lane_row())"),
+    "a key of another slot": (SLOTS, "(tile, 8 * j + lane_row())", "(tile, lane_row())"),
     "a result of another query": (PRODUCTS, "query = 2 * lane_column() + i;", "query = lane_column() + 4 * i;"),
-    "the same tile for all warps": (PRODUCTS, "/ kWarp * kTileSlots)", "* 0)"),
-    "a tile too few": (PRODUCTS, "while (first_ < end_) {", "while (first_ + kTileSlots < end_) {"),
-    "no next keys": (PRODUCTS, "if (kEarly == kSteps && next < end_) load(of_keys_, seen_, next, keys_);", ""),
-    "no next values": (PRODUCTS, "if (next < end_) load<0, kEarly>(of_values_, seen_, next, values_);", ""),
+    "the same tile for all warps": (PRODUCTS, "/ kWarp * kTile)", "* 0)"),
+    "a tile too few": (PRODUCTS, "while (place_ < tiles_.end) {", "while (place_ + kTile < tiles_.end) {"),
+    "no next keys": (PRODUCTS, "if (kEarly == kSteps && !is_last) load(of_keys_, next, keys_);", ""),
+    "no next values": (PRODUCTS, "if (!is_last) load<0, kEarly>(of_values_, next, values_);", ""),
     "no scales of keys": (PRODUCTS, "__fmul_rn(keys.scales[i], factor)", "factor"),
     "no scales of values": (PRODUCTS, "__fmul_rn(weights[i], unit), scales[i])", "weights[i], unit)"),
     "no unit of values": (PRODUCTS, "x = __fmul_rn(x, units[i])", "(void)x"),
@@ -97,8 +110,8 @@ MISTAKES = {
     "no cap of the new token": (CALL, "outer == 0.0f ? x", "true ? x"),
 }
 FLOAT_MISTAKES = {
-    "slots beyond the end": (FLOATS, "first + Lanes::slot() < end ? logits.of", "true ? logits.of"),
-    "slots beyond the end are read": (FLOATS, "number < source.end && Lanes", "number < 4096 && Lanes"),
+    "slots beyond the end": (FLOATS, "Lanes::slot() < count ? logits.of", "true ? logits.of"),
+    "slots beyond the end are read": (FLOATS, "slot < tile.count && Lanes", "slot < 4096 && Lanes"),
     "features beyond the end are read": (FLOATS, "Lanes::feature() < source.head_dim) {", "Lanes::feature() < 4096) {"),
     "groups not rescaled": (FLOATS, "__fsub_rn(running.largest, largest)", "0.0f"),
     "no maximum of groups": (FLOATS, "lanes_max<kWarp / 2, kLanes>(running.largest)", "running.largest"),
@@ -112,9 +125,18 @@ FLOAT_MISTAKES = {
     "a weight of another head": (FLOATS, "const int sum = h * kSlots + j;", "const int sum = j;"),
     "sums of the wrong lanes": (FLOATS, "share_sums(sums, half, kLanes / 2);", "share_sums(sums, half, 1);"),
     "the same batch for all warps": (FLOATS, "/ kWarp * Lanes::kBatch)", "* 0)"),
-    "a batch too few": (FLOATS, "while (first_ < of_keys_.end) {", "while (first_ + Lanes::kBatch < of_keys_.end) {"),
-    "no next keys": (FLOATS, "load_batch<kLanes, kHeads>(of_keys_, seen_, next, keys_);", ""),
-    "no next values": (FLOATS, "load_batch<kLanes, kHeads>(of_values_, seen_, next, values_);", ""),
+    "a batch too few": (FLOATS, "while (place_ < tiles_.end) {", "while (place_ + Lanes::kBatch < tiles_.end) {"),
+    "no next keys": (FLOATS, "load_batch<kLanes, kHeads>(of_keys_, next, keys_);", ""),
+    "no next values": (FLOATS, "load_batch<kLanes, kHeads>(of_values_, next, values_);", ""),
+}
+
+
+# In tiles of 32 slots.
+MANY_SLOTS_MISTAKES = {
+    "values of the first slots": (PRODUCTS, "values.rows[2 * j + i][c]", "values.rows[i][c]"),
+    "weights of the first slots": (PRODUCTS, "{upper[j], upper[j + 1]}", "{upper[0], upper[1]}"),
+    "what is left of other weights": (PRODUCTS, "{lower[j], lower[j + 1]}", "{lower[0], lower[1]}"),
+    "sums of few warps": (PARTS, "(warp * part_.queries + h)", "(warp % 6 * part_.queries + h)"),
 }
 
 
@@ -146,6 +168,11 @@ def float_problems():
     ]
 
 
+@pytest.fixture(scope="module")
+def many_slots():
+    return make(batch=1, kv_heads=2, lengths=[1195], **MANY_SLOTS)
+
+
 def check_all(problems, changes=(), kernels=FEW_KERNELS):
     for problem in problems:
         check(problem, run(problem, (*changes, *FEW_SLOTS, *kernels)))
@@ -166,6 +193,14 @@ def test_a_mistake_is_noticed(mistake, problems):
 def test_a_mistake_in_float32_is_noticed(mistake, float_problems):
     with pytest.raises((EmulationError, AssertionError)):
         check_all(float_problems, (FLOAT_MISTAKES[mistake],), FLOAT_KERNELS)
+
+
+@pytest.mark.parametrize("mistake", planted(MANY_SLOTS_MISTAKES))
+def test_a_mistake_in_many_slots_is_noticed(mistake, many_slots):
+    changes = (*ONLY_BFLOAT16, *ONLY_64)
+    check(many_slots, run(many_slots, changes))
+    with pytest.raises((EmulationError, AssertionError)):
+        check(many_slots, run(many_slots, (MANY_SLOTS_MISTAKES[mistake], *changes)))
 
 
 @pytest.mark.slow

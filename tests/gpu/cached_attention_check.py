@@ -47,6 +47,8 @@ LARGE = [
     {"batch": 3, "kv_heads": 2, "group": 7, "head_dim": 128, "pairs": 64, "lengths": [2048, 0, 777], **LONG},
     {"batch": 3, "kv_heads": 8, "group": 2, "head_dim": 256, "window": 1024, "lengths": [2048, 3, 1500], **LONG},
     {"batch": 3, "kv_heads": 1, "group": 16, "head_dim": 96, "lengths": [2048, 2047, 64], **LONG},
+    {"batch": 7, "kv_heads": 8, "group": 4, "head_dim": 64, "lengths": [2048, 0, 777, 1, 2047, 1024, 1500], **LONG}
+    | {"pairs": 32},
     {"batch": 3, "kv_heads": 100, "group": 1, "head_dim": 80, "lengths": [200, 3, 77], "slots": 256}
     | {"prompt_slots": 200, "step": 55},
     {"batch": 3, "kv_heads": 140, "group": 2, "head_dim": 64, "lengths": [200, 3, 77], "slots": 256}
@@ -58,6 +60,7 @@ CACHES_BYTES = 160 << 20  # of all layers together, more than the L2 cache holds
 TIMED = [(1, 16, 16, 128, 768), (8, 16, 16, 128, 768), (64, 16, 16, 128, 768), (1, 32, 8, 64, 768)]
 TIMED += [(1, 32, 8, 128, slots) for slots in (768, 2048, 8192, 32768)]
 TIMED += [(8, 32, 8, 128, 8192), (64, 32, 8, 128, 768)]  # batch, heads, key heads, features, slots
+TIMED += [(8, 32, 8, 64, slots) for slots in (2048, 8192, 32768)]
 
 
 @partial(jax.jit, static_argnames=("prompt_slots", "scale", "window", "logit_cap"), donate_argnums=0)

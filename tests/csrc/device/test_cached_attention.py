@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from new_tokens import attend, check, make, written
 from reference import assert_same_bits, quantize
-from token_attention import BFLOAT16, E4M3, FEW_SLOTS, NO_CLUSTERS, SCALES, SIXTEEN, run
+from token_attention import BFLOAT16, E4M3, FEW_SLOTS, MANY_SLOTS, NO_CLUSTERS, SCALES, SIXTEEN, run
 
 CASES = {
     "float32": {"dtype": np.float32, "group": 1, "head_dim": 64},
@@ -69,6 +69,16 @@ def test_many_heads(cache, head_dim, kv_heads):
     shape = {"slots": 140, "prompt_slots": 100, "lengths": [100, 1, 33], "step": 39}
     problem = make(cache=cache, batch=3, kv_heads=kv_heads, head_dim=head_dim, group=4, **shape)
     check(problem, run(problem))
+
+
+@pytest.mark.parametrize("cache", [BFLOAT16, E4M3, None])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (1, 56), (2, 128)])
+def test_many_slots(cache, kv_heads, head_dim):
+    """Blocks of many warps; None: of FP8 and float32."""
+    shape = MANY_SLOTS | {"kv_heads": kv_heads, "head_dim": head_dim, "batch": 1, "pairs": 8, "cache": cache or E4M3}
+    for lengths, step in (([1200], 50), ([13], 50), ([1195], 0), ([0], 3)):
+        problem = make(BFLOAT16 if cache else np.float32, **shape | {"lengths": lengths, "step": step})
+        check(problem, run(problem))
 
 
 @pytest.mark.parametrize("cache", [BFLOAT16, E4M3])

@@ -15,7 +15,7 @@ from mesh_plain import build_plain, constraint
 from plain_gpt import PlainGPT
 
 import jax_fp8 as fp8
-from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, parse_axes
+from jax_fp8.parallel.mesh import BATCH_AXES, DATA, EXPERT, FSDP, PIPE, TENSOR, parse_axes
 from jax_fp8.parallel.schedule import Schedule
 from jax_fp8.parallel.schedules import layers_of_stage, make_schedule
 from jax_fp8.train.cuda_graph import default_options
@@ -40,7 +40,7 @@ class Case:
     """One training run.
 
     Args:
-      mesh: `data=2,tensor=2`; with `+sequence` at its end, sequence parallel.
+      mesh: `data=2,tensor=2`; with `+sequence` at its end, sequence parallel. `expert` needs a preset with experts.
       recipe: delayed, current, block, bf16 (jax_fp8 without FP8) or plain (plain Flax, automatic sharding).
       batch: sequences of a step, of all devices together. 0 means `batch_per_data` for each part of a batch: in every
         microbatch without `pipe`; with `pipe` for each stage, in all microbatches together, so that pipe=4 has the
@@ -90,6 +90,7 @@ class Case:
             raise ValueError(f"{SEQUENCE} needs the axis tensor, got {self.mesh}; add it, or leave {SEQUENCE} out")
         if self.pieces and self.recipe == "plain":
             raise ValueError("pieces must be those of a step of jax_fp8, got plain Flax; choose another recipe")
+        self._check_experts()
         self._check_pipeline()
         multiple = self.num_microbatches * self.parts
         if self.sequences % multiple:
@@ -97,6 +98,13 @@ class Case:
                 f"a step must have as many sequences in each part of each microbatch, got {self.sequences} for "
                 f"{self.num_microbatches} microbatches on {self.mesh}; pass a multiple of {multiple} as --batch"
             )
+
+    def _check_experts(self):
+        experts = self.config.num_experts
+        if experts and self.recipe == "plain":
+            raise ValueError(f"plain has no experts, got {self.preset}; choose another recipe or preset")
+        if self.size(EXPERT) > 1 and not experts:
+            raise ValueError(f"the axis expert needs a preset with experts, got {self.preset}; choose another")
 
     def _check_pipeline(self):
         if self.stages == 1 and (self.schedule or self.chunks):
@@ -126,12 +134,12 @@ class Case:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in (DATA, FSDP) if self.size(axis) > 1)
+        return tuple(axis for axis in BATCH_AXES if self.size(axis) > 1)
 
     @property
     def parts(self) -> int:
         """Into how many parts the mesh splits a batch."""
-        return self.size(DATA) * self.size(FSDP)
+        return math.prod(map(self.size, BATCH_AXES))
 
     @property
     def stages(self) -> int:

@@ -15,6 +15,7 @@ On GPUs this is one `lax.ragged_all_to_all`. Elsewhere jax has none: rows of all
 takes those that are sent to it. `send_rows` and `return_rows` are each other's gradient.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +25,10 @@ from jax import lax
 
 from jax_fp8.core.shards import ExpertParallel
 from jax_fp8.kernels.grouped_gemm import GROUP_ROWS
+
+# XLA's kernel for up to eight GPUs of one process has one small block for each slice that a device sends to another.
+# So it needs as many slices to use the links. Elsewhere each slice is a message, and more of them cost time.
+SLICES_OF_A_DEVICE, MOST_DEVICES_OF_KERNEL = 512, 8
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +47,18 @@ class Slices:
     sizes: jax.Array
     targets: jax.Array
     arriving: jax.Array
+
+    def in_pieces(self, count: int) -> "Slices":
+        """The same rows, each slice in so many pieces, which may be empty."""
+
+        def ends(sizes: jax.Array) -> jax.Array:  # slices, pieces and one more
+            pieces, each, more = jnp.arange(count + 1, dtype=jnp.int32), sizes[:, None] // count, sizes[:, None] % count
+            return each * pieces + jnp.minimum(pieces, more)
+
+        before = ends(self.sizes)[:, :-1]
+        starts, targets = self.starts[:, None] + before, self.targets[:, None] + before
+        sizes, arriving = jnp.diff(ends(self.sizes)), jnp.diff(ends(self.arriving))
+        return Slices(*(x.reshape(-1) for x in (starts, sizes, targets, arriving)))
 
 
 @jax.tree_util.register_dataclass
@@ -121,6 +138,9 @@ def _exchange(rows: jax.Array, slices: Slices, axis: str, arriving: int) -> jax.
 
 def _ragged(axis: str, arriving: int, rows: jax.Array, slices: Slices) -> jax.Array:
     nothing = jnp.zeros((arriving, *rows.shape[1:]), rows.dtype)
+    devices = lax.axis_size(axis)
+    if jax.process_count() == 1 and devices <= MOST_DEVICES_OF_KERNEL:
+        slices = slices.in_pieces(math.ceil(SLICES_OF_A_DEVICE * devices / slices.sizes.size))
     return lax.ragged_all_to_all(
         rows, nothing, slices.starts, slices.sizes, slices.targets, slices.arriving, axis_name=axis
     )

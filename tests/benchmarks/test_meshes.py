@@ -56,6 +56,21 @@ def test_pieces_are_the_whole_step(benchmark):
     assert pieces.name == "delayed, pieces, weights not kept"
 
 
+@pytest.mark.slow
+def test_experts_are_split(benchmark):
+    """Their axis splits the batch, too."""
+    (found,) = measured(benchmark, mesh="expert=2", preset="tiny-moe", batch_per_data=2)
+    assert found["sequences"] == 4 and abs(found["first_loss"] - np.log(256)) < 0.3
+
+
+def test_experts_that_are_not_there(benchmark):
+    mesh_cases = benchmark("mesh_cases")
+    with pytest.raises(ValueError, match="the axis expert needs a preset with experts, got tiny; choose another"):
+        mesh_cases.Case(mesh="expert=2", preset="tiny")
+    with pytest.raises(ValueError, match="plain has no experts, got tiny-moe; choose another recipe or preset"):
+        mesh_cases.Case(mesh="data=2", preset="tiny-moe", recipe="plain")
+
+
 def test_pieces_are_of_jax_fp8_and_have_no_profile(benchmark, capsys):
     meshes = benchmark("meshes")
     assert meshes.main(["--mesh", "data=2", "--recipe", "plain", "--pieces"]) == 2

@@ -106,10 +106,12 @@ def exchange_in_numpy(rows, slices: Slices, arriving):
     return found
 
 
+@pytest.mark.parametrize("pieces", [1, 7])
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_ragged_exchange_would_do_the_same(name):
+def test_a_ragged_exchange_would_do_the_same(name, pieces):
     counts, rows = COUNTS[name], np.asarray(rows_of(COUNTS[name]))
-    there, back = on_each(lambda travel, _: (travel.there, travel.back), counts)
+    there, back = on_each(lambda travel, _: (travel.there.in_pieces(pieces), travel.back.in_pieces(pieces)), counts)
+    assert there.sizes.shape == (4, 8 * pieces) and there.sizes.max() <= -(-counts.max() // pieces)
     groups = exchange_in_numpy(rows, there, room(4))
     np.testing.assert_array_equal(groups, groups_of(counts, rows)[0])
     np.testing.assert_array_equal(exchange_in_numpy(groups, back, OWN_ROWS), rows)
@@ -164,5 +166,6 @@ def test_on_gpus_it_is_one_ragged_exchange(monkeypatch):
     text = mapped.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     gathers = [line for line in text.splitlines() if "all_gather" in line and "bf16" in line]
     assert text.count("ragged_all_to_all") == 2 and not gathers
+    assert text.count("tensor<2048xi32>)") == 2  # 512 slices to each of four devices
     elsewhere = mapped.lower(*given).as_text()
     assert "ragged_all_to_all" not in elsewhere

@@ -92,6 +92,7 @@ def _llama(num_layers, hidden_size, mlp_hidden_size, batch_size, seq_len, vocab_
 
 # Llama 3 8B (https://arxiv.org/abs/2407.21783, table 3), and eight of its layers; Llama 3.2 1B, by its model card.
 # Eight layers with experts half as wide and half as large as Mixtral's: 3.0 billion params, of which a token uses 0.9.
+# Four layers with the experts of Qwen3-30B-A3B: 2.6 billion params, of which a token uses 0.3.
 SHAPES = {
     "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
     "350m": Shape(num_layers=24, hidden_size=1024, num_heads=16, batch_size=8, seq_len=1024),
@@ -102,6 +103,19 @@ SHAPES = {
     "llama_16384": _llama(8, 4096, 14_336, batch_size=1, seq_len=16_384),
     "llama3_8b": _llama(32, 4096, 14_336, batch_size=1, seq_len=8192),
     "moe_8x": Shape(8, 2048, 16, 8, 2048, 32_000, num_kv_heads=4, mlp_hidden_size=7168, tied=False, num_experts=8),
+    "moe_128x": Shape(
+        4,
+        2048,
+        16,
+        4,
+        4096,
+        32_000,
+        num_kv_heads=4,
+        mlp_hidden_size=768,
+        tied=False,
+        num_experts=128,
+        experts_per_token=8,
+    ),
     "tiny": Shape(num_layers=1, hidden_size=64, num_heads=4, batch_size=2, seq_len=32, vocab_size=256),
     "tiny_llama": _llama(1, 64, 96, batch_size=2, seq_len=32, vocab_size=256, heads=4),
     "tiny_moe": Shape(1, 128, 4, 2, 64, 256, num_kv_heads=2, mlp_hidden_size=128, tied=False, num_experts=4),

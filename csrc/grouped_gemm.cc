@@ -60,7 +60,7 @@ Checks check_operands(const char* operation, const GroupedBuffers& buffers, size
 }
 
 ffi::Error launch(const char* operation, cudaStream_t stream, const GroupedBuffers& buffers, Groups kind,
-                  ProductShape shape) {
+                  ProductShape shape, bool side_by_side = false) {
   if (is_empty(buffers.d)) return ffi::Error::Success();
   const grouped_gemm::Problem problem{
       .kind = kind,
@@ -70,6 +70,7 @@ ffi::Error launch(const char* operation, cudaStream_t stream, const GroupedBuffe
       .by_tile = buffers.scaling == kByTile,
       .d = *source_type(buffers.d.element_type()),
       .alpha = 1.0f,
+      .side_by_side = side_by_side,
   };
   const grouped_gemm::Operands operands{
       .a = buffers.a.untyped_data(),
@@ -91,7 +92,7 @@ ffi::Error launch(const char* operation, cudaStream_t stream, const GroupedBuffe
 
 ffi::Error multiply_rows(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
                          ffi::AnyBuffer b_scale, ffi::AnyBuffer starts, ffi::Result<ffi::AnyBuffer> d,
-                         std::string_view scaling) {
+                         std::string_view scaling, bool side_by_side) {
   const GroupedBuffers buffers{a, b, a_scale, b_scale, starts, *d, scaling};
   Checks checks = check_operands(kRowsOperation, buffers, 3);
   if (!checks.passed()) return checks.error();
@@ -104,7 +105,7 @@ ffi::Error multiply_rows(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b
   check_rest(checks, buffers, groups, {rows, n}, {tiles_of(k), filled_up(rows)},
              {groups, tiles_of(n), filled_up(tiles_of(k))});
   if (!checks.passed()) return checks.error();
-  return launch(kRowsOperation, stream, buffers, Groups::kRows, {int(rows), int(n), int(k), int(groups)});
+  return launch(kRowsOperation, stream, buffers, Groups::kRows, {int(rows), int(n), int(k), int(groups)}, side_by_side);
 }
 
 ffi::Error multiply_depth(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
@@ -138,7 +139,8 @@ auto binding() {
       .Attr<std::string_view>("scaling");
 }
 
-XLA_FFI_DEFINE_HANDLER(rows_handler, multiply_rows, binding(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(rows_handler, multiply_rows, binding().Attr<bool>("side_by_side"),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(depth_handler, multiply_depth, binding(), {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

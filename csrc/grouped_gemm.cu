@@ -27,8 +27,8 @@ std::string describe_all(const Problem& problem, const Operands& operands, Argum
   const CUtensorMapDataType bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   std::string error = describe(&arguments->a, operands.a, bytes, 1, {shape.k, shape.m, 1}, kTileRows);
   if (!error.empty()) return error;
-  error = describe(&arguments->b, operands.b, bytes, 1, {shape.k, shape.n, kRows ? shape.groups : 1},
-                   kColumnsOfProduct);
+  const Extent of_b = {shape.k, shape.n, kRows ? shape.groups : 1, problem.side_by_side};
+  error = describe(&arguments->b, operands.b, bytes, 1, of_b, kColumnsOfProduct);
   if (!error.empty()) return error;
   const auto [type, size] = type_of(problem.d);
   const Extent extent = {shape.n, shape.m, kDepth ? shape.groups : 1};

@@ -24,7 +24,7 @@ namespace jax_fp8::grouped_gemm {
 // All matrices are row-major. Without groups, d[m, n] = alpha a[m, k] · b[n, k]ᵀ + bias[n] + c[m, n].
 //
 // With groups of rows, the rows of a in group g are multiplied by the g-th of the matrices b[groups, n, k]. Rows of no
-// group become zeros, plus bias and c.
+// group become zeros, plus bias and c. The matrices of b may lie side by side in memory, as [n, groups, k].
 //
 // With groups of depth, d[groups, m, n] holds one product for each group: a[m, s:t] · b[n, s:t]ᵀ, where s is the start
 // of the group and t the start of the next.
@@ -35,6 +35,7 @@ struct Problem {
   bool by_tile;  // one scale for each line of a and each square of b; else one scale for each operand
   SourceType d;
   float alpha;
+  bool side_by_side = false;  // the matrices of b
 };
 
 // By tile, a_scale is f32[ceil(k / 128), rows of a], and b_scale is f32[ceil(n / 128), ceil(k / 128)] for each matrix

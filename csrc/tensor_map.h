@@ -30,8 +30,10 @@ inline Encode find_encode() {
   return reinterpret_cast<Encode>(found);
 }
 
+// Matrices lie one after the other in memory, or side by side: then the first rows of all of them come first.
 struct Extent {
   int64_t columns, rows, matrices;
+  bool side_by_side = false;
 };
 
 // Makes a map with dims from the innermost on; `strides` in bytes are those of all but that one.
@@ -48,14 +50,16 @@ std::string encode_map(CUtensorMap* map, const void* data, CUtensorMapDataType t
   return result == CUDA_SUCCESS ? "" : "cuTensorMapEncodeTiled failed with " + std::to_string(result);
 }
 
-// Makes a tensor map of row-major matrices that lie one after the other in memory. A copy moves a box of them, whose
-// rows have 128 bytes: the width of the swizzle that the tensor cores read.
+// Makes a tensor map of row-major matrices. A copy moves a box of them, whose rows have 128 bytes: the width of the
+// swizzle that the tensor cores read.
 inline std::string describe(CUtensorMap* map, const void* data, CUtensorMapDataType type, int bytes, Extent extent,
                             int box_rows) {
+  const int64_t row_bytes = extent.columns * bytes;
+  const cuuint64_t next_row = row_bytes * (extent.side_by_side ? extent.matrices : 1);
+  const cuuint64_t next_matrix = row_bytes * (extent.side_by_side ? 1 : extent.rows);
   return encode_map<3>(map, data, type,
                        {cuuint64_t(extent.columns), cuuint64_t(extent.rows), cuuint64_t(extent.matrices)},
-                       {cuuint64_t(extent.columns * bytes), cuuint64_t(extent.columns * extent.rows * bytes)},
-                       {cuuint32_t(kBoxBytes / bytes), cuuint32_t(box_rows), 1});
+                       {next_row, next_matrix}, {cuuint32_t(kBoxBytes / bytes), cuuint32_t(box_rows), 1});
 }
 
 // Makes a tensor map of such matrices with one byte an element, of which one copy moves several neighbouring boxes: the

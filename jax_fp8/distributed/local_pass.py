@@ -3,7 +3,6 @@
 state, batch ─once, or a scan over microbatches→ PassResult(loss, grads, amaxes, ...)
 """
 
-import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8.core.paths import LayerPath, is_of_experts
+from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.core.types import Batch, PyTree
@@ -19,9 +18,7 @@ from jax_fp8.distributed.microbatches import PendingStep, add_microbatch, begin,
 from jax_fp8.grads.gradients import take_gradients
 from jax_fp8.grads.loss_aux import joined_microbatches
 from jax_fp8.grads.tape import Observed, PassResult, nothing_measured
-from jax_fp8.ops.weights import ready_for_loop
 from jax_fp8.state.train_state import TrainState
-from jax_fp8.state.weight_cache import cached_gemms
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,6 @@ class LocalPass:
 
         state = state_of()
         start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
-        if any(map(is_of_experts, cached_gemms(start.cache or state.cache))):
-            start = dataclasses.replace(start, cache=ready_for_loop(start.cache or state.cache, state.params))
         start = start, nothing_measured(observe)
         (pending, measured), aux = lax.scan(body, start, split(batch, self.microbatches))
         aux = joined_microbatches(aux) if self.has_aux else None

@@ -157,16 +157,19 @@ def whole_along(array: jax.Array, dim: int) -> jax.Array:
     return place(mesh, array, PartitionSpec(*spec))
 
 
-def einsum(rule: str, *operands: jax.Array) -> jax.Array:
-    """`jnp.einsum` by a rule with spaces between dims and one result: "b s h, v h -> b s v"."""
+def einsum(rule: str, *operands: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """`jnp.einsum` by a rule with spaces between dims and one result: "b s h, v h -> b s v". Sums and result are in
+    `dtype`; None: that of the operands.
+    """
     letters = rule.replace(" ", "")
     mesh = explicit_mesh(*operands)
     if mesh is None:
-        return jnp.einsum(letters, *operands)
+        return jnp.einsum(letters, *operands, preferred_element_type=dtype)
     inputs, outputs = parse_rule(rule)
     split = collect(inputs, outputs, [explicit_spec(operand) for operand in operands])
     placed = (place(mesh, operand, spec_of(dims, split)) for dims, operand in zip(inputs, operands, strict=True))
-    return jnp.einsum(letters, *placed, out_sharding=NamedSharding(mesh, spec_of(outputs[0], split)))
+    placement = NamedSharding(mesh, spec_of(outputs[0], split))
+    return jnp.einsum(letters, *placed, out_sharding=placement, preferred_element_type=dtype)
 
 
 def whole_first(array: jax.Array, dim: int) -> jax.Array:

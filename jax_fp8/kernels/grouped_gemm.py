@@ -38,6 +38,7 @@ TARGETS = TARGET, GRADIENT_TARGET = "jax_fp8_grouped_gemm", "jax_fp8_grouped_gem
 GROUP_ROWS = 128  # every group has a multiple of these
 SQUARE_OF_EACH = (1, *SQUARE)  # of matrices (experts, n, k)
 Tiles = tuple[tuple[int, ...] | None, tuple[int, ...] | None]  # of a and b
+Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # a, b, their scales, starts
 NO_TILES: Tiles = (None, None)
 # Of the tiles of a and b, how kernels call them. Others have a reference only.
 SCALINGS = {NO_TILES: "", (LINE, SQUARE_OF_EACH): "1d2d"}
@@ -45,7 +46,12 @@ GRADIENT_SCALINGS = {NO_TILES: "", (LINE, SQUARE): "1d2d"}
 
 
 def grouped_matmul(
-    a: Fp8Array, b: Fp8Array, starts: jax.Array, *, dtype: jax.typing.DTypeLike = jnp.bfloat16
+    a: Fp8Array,
+    b: Fp8Array,
+    starts: jax.Array,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    side_by_side: bool = False,
 ) -> jax.Array:
     """Multiply each group of rows of `a` (rows, k) by the transpose of its matrix of `b` (experts, n, k).
 
@@ -54,6 +60,8 @@ def grouped_matmul(
         squares of 1 x 128 x 128.
       starts: i32[experts + 1], the first row of each group, and where the last one ends: multiples of 128.
       dtype: of the result: bfloat16, float16 or float32.
+      side_by_side: the kernel reads the matrices of `b` from memory in which they lie side by side, as (n, experts, k).
+        The numbers are the same.
 
     Returns:
       (rows, n) in `dtype`; zeros behind the last group.
@@ -63,7 +71,7 @@ def grouped_matmul(
     _check_starts("grouped_matmul", starts, a.values, 0, b.shape[0])
     tiles = _tiles(a, b)
     rule = f"m k, e n k, {_scale_dims(a, 'm k')}, {_scale_dims(b, 'e n k')}, s -> m n"
-    settings = {"dtype": jnp.dtype(dtype), "tiles": tiles}
+    settings = {"dtype": jnp.dtype(dtype), "tiles": tiles, "side_by_side": side_by_side}
     kernel, reference = (partial(_matmul, rule, of, **settings) for of in (_matmul_kernel, _matmul_reference))
     operands = a.values, b.values, a.scale, b.scale, starts
     return dispatch(rule, kernel if tiles in SCALINGS else None, reference, *operands)[0]
@@ -106,12 +114,11 @@ def _matmul(
     b_scale: jax.Array,
     starts: jax.Array,
     split: Split,
-    dtype: jax.typing.DTypeLike,
     tiles: Tiles,
+    **how: object,
 ):
     own = _own_groups(split, starts, b.shape[0], "m")
-    a, b, a_scale, b_scale, starts = _with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts))
-    d = product(a, b, a_scale, b_scale, starts, tiles, dtype)
+    d = product(_with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts)), tiles, **how)
     return (_part_of_shard(d, split, own, ("m", "n")),)
 
 
@@ -129,9 +136,9 @@ def _gradient(
     experts: int,
 ):
     own = _own_groups(split, starts, experts, "r")
-    a, b, a_scale, b_scale, starts = _with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts))
+    operands = _with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts))
     made_in = jnp.dtype(jnp.float32) if own else dtype
-    d = psum(product(a, b, a_scale, b_scale, starts, tiles, made_in), own, "r").astype(dtype)
+    d = psum(product(operands, tiles, made_in), own, "r").astype(dtype)
     return (_part_of_shard(d, split, own, ("e", "m", "n")),)
 
 
@@ -141,14 +148,15 @@ def _own_groups(split: Split, starts: jax.Array, experts: int, rows: str) -> Spl
     return {dim: split[dim] for dim in (rows, "s")} if has_own else {}
 
 
-def _with_whole(rule: str, split: Split, own: Split, tiles: Tiles, operands: Sequence[jax.Array]) -> list[jax.Array]:
+def _with_whole(rule: str, split: Split, own: Split, tiles: Tiles, operands: Operands) -> Operands:
     """The operands, of which only what is `own` is still split."""
     inputs, _ = parse_rule(rule)
     for x, dims, tile in zip(operands, inputs, tiles, strict=False):
         if tile is not None:
             check_whole_tiles(split, dims, x.shape, tile)
     others = {dim: axes for dim, axes in split.items() if dim not in own}
-    return [gathered(x, others, *dims) for x, dims in zip(operands, inputs, strict=True)]
+    a, b, a_scale, b_scale, starts = (gathered(x, others, *dims) for x, dims in zip(operands, inputs, strict=True))
+    return a, b, a_scale, b_scale, starts
 
 
 def _part_of_shard(d: jax.Array, split: Split, own: Split, dims: Sequence[str]) -> jax.Array:
@@ -163,58 +171,30 @@ def _part_of_shard(d: jax.Array, split: Split, own: Split, dims: Sequence[str]) 
 # ---- kernels and references ------------------------------------------------------------------------------------------
 
 
-def _matmul_kernel(
-    a: jax.Array,
-    b: jax.Array,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    starts: jax.Array,
-    tiles: Tiles,
-    dtype: jax.typing.DTypeLike,
-):
+def _matmul_kernel(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike, side_by_side: bool):
+    a, b, *_ = operands
     result = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), dtype)
-    return _call(TARGET, SCALINGS[tiles], result, a, b, a_scale, b_scale, starts, tiles)
+    layouts = (None, (1, 0, 2) if side_by_side else None, None, None, None)  # dims from the outermost on
+    call = jax.ffi.ffi_call(TARGET, result, input_layouts=layouts)
+    return _call(TARGET, partial(call, side_by_side=side_by_side), operands, SCALINGS[tiles], tiles)
 
 
-def _gradient_kernel(
-    a: jax.Array,
-    b: jax.Array,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    starts: jax.Array,
-    tiles: Tiles,
-    dtype: jax.typing.DTypeLike,
-):
-    result = jax.ShapeDtypeStruct((starts.size - 1, a.shape[0], b.shape[0]), dtype)
-    return _call(GRADIENT_TARGET, GRADIENT_SCALINGS[tiles], result, a, b, a_scale, b_scale, starts, tiles)
+def _gradient_kernel(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike):
+    a, b, *_, starts = operands
+    call = jax.ffi.ffi_call(GRADIENT_TARGET, jax.ShapeDtypeStruct((starts.size - 1, a.shape[0], b.shape[0]), dtype))
+    return _call(GRADIENT_TARGET, call, operands, GRADIENT_SCALINGS[tiles], tiles)
 
 
-def _call(
-    target: str,
-    scaling: str,
-    result: jax.ShapeDtypeStruct,
-    a: jax.Array,
-    b: jax.Array,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    starts: jax.Array,
-    tiles: Tiles,
-) -> jax.Array:
+def _call(target: str, call: Callable[..., jax.Array], operands: Operands, scaling: str, tiles: Tiles) -> jax.Array:
     check_target(target)
+    a, b, a_scale, b_scale, starts = operands
     if scaling:
         a_scale, b_scale = scales_as_read(a_scale, tiles[0]), scales_as_read(b_scale, tiles[1])
-    return jax.ffi.ffi_call(target, result)(a, b, a_scale, b_scale, starts, scaling=scaling)
+    return call(a, b, a_scale, b_scale, starts, scaling=scaling)
 
 
-def _matmul_reference(
-    a: jax.Array,
-    b: jax.Array,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    starts: jax.Array,
-    tiles: Tiles,
-    dtype: jax.typing.DTypeLike,
-):
+def _matmul_reference(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike, side_by_side: bool):
+    a, b, a_scale, b_scale, starts = operands
     a, b, factor, precision = _numbers(a, b, a_scale, b_scale, tiles)
     row = jnp.arange(a.shape[0])[:, None]
 
@@ -228,15 +208,8 @@ def _matmul_reference(
     return (total * factor).astype(dtype)
 
 
-def _gradient_reference(
-    a: jax.Array,
-    b: jax.Array,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    starts: jax.Array,
-    tiles: Tiles,
-    dtype: jax.typing.DTypeLike,
-):
+def _gradient_reference(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike):
+    a, b, a_scale, b_scale, starts = operands
     a, b, factor, precision = _numbers(a, b, a_scale, b_scale, tiles)
     row = jnp.arange(a.shape[1])
 

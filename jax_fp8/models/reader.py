@@ -42,7 +42,7 @@ from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead, finished_logits
 from jax_fp8.ops.parameters import joined, split_columns
 from jax_fp8.ops.passes import CAST_SCOPE, cast_weight
 from jax_fp8.ops.weight_version import cached_weights
-from jax_fp8.ops.weights import cast_gemms, ready_for_loop
+from jax_fp8.ops.weights import cast_gemms
 
 Caches = dict[str, tuple[Slots, Slots]]  # keys and values of each layer: see KeyValueCache
 STATIC = {"static": True}
@@ -144,7 +144,6 @@ class _Weights:
         cast = cast_gemms(params, state, to_cast)
         for gemm, weight in cached.items():
             put_at_path(cast, gemm, {"kernel": weight})
-        cast = ready_for_loop(cast, params)
         with jax.named_scope(CAST_SCOPE):
             joined_arrays = {
                 gemm: _joined(params, gemm, ("kernel", "bias") if gemm in plain else ("bias",), model.dtype)

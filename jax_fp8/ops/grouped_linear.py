@@ -6,8 +6,8 @@
 
 The rows are those of ops/expert_rows.py; a cast treats them as any other matrix. The kernels of all experts,
 (experts, k, n), are cast as one matrix (experts * k, n) with one scale and one amax, or by tile. By tile k must be a
-multiple of 128, so that no two experts share a square. The cast writes the transpose as (n, experts, k); another pass
-reorders it to (experts, n, k) in FP8, which moves two more bytes an element, a third of what the cast moves.
+multiple of 128, so that no two experts share a square. The cast writes the transpose as (n, experts, k), and `fprop`
+reads its matrices where they are, side by side.
 
 Kernels may stand side by side, as in ops/passes.py. There is no bias.
 """
@@ -97,11 +97,9 @@ _grouped_linear.defvjp(_forward, _backward)
 
 
 def cast_experts(parameters: LinearParameters, gemm: Fp8Gemm) -> Fp8Pair:
-    """The kernels of all experts in FP8: rowwise (experts, k, n), and columnwise (experts, n, k). A weight cache may
-    hold them in this form or as one matrix.
+    """The kernels of all experts in FP8: rowwise (experts, k, n), and columnwise (experts, n, k), which lie side by
+    side in memory.
     """
-    if gemm.weight is not None and gemm.weight.rowwise.ndim == 3:
-        return gemm.weight
     kernels = as_tuple(parameters.kernel)
     experts, k, _ = kernels[0].shape
     matrices = tuple(map(as_one_matrix, kernels))
@@ -138,7 +136,7 @@ def forward_experts(
     """fprop: y (rows, n); amaxes f32[2] of input and kernels; and what the backward needs."""
     weight = cast_experts(parameters, gemm)
     with jax.named_scope(f"{gemm.name}/fprop"):
-        y = grouped_matmul(x.pair.rowwise, weight.columnwise, starts, dtype=dtype)
+        y = grouped_matmul(x.pair.rowwise, weight.columnwise, starts, dtype=dtype, side_by_side=True)
     amaxes = jnp.stack([x.pair.amax, weight.amax])
     x_cast = x.cast.again(x.pair.rowwise.scale)
     return y, amaxes, GemmResidual(x.pair.columnwise, x_cast, weight.rowwise, amaxes, x.health)

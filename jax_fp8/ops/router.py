@@ -26,8 +26,9 @@ Padding goes to no expert: its choices are `experts`, one past the last, its wei
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -235,23 +236,66 @@ def _mean(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
 def router_logits(
     x: jax.Array, kernel: jax.Array
 ) -> jax.Array:  # (tokens, features), f32[features, experts] -> f32[tokens, experts]
-    return _product("t h, h e -> t e", x, kernel)
+    """`x @ kernel` as exact as in float32.
+
+    A product of two bfloat16 numbers is exact in float32, and a float32 number is the sum of three bfloat16 ones. So
+    bfloat16 tokens are multiplied on the tensor cores, by three pieces of the kernel side by side: a pass in float32
+    would take several times as long. In its gradient by the tokens, products below 2**-24 of the largest are left out.
+    """
+    if x.dtype != jnp.bfloat16:
+        return _product("t h, h e -> t e", x, kernel)
+    return _sum(_product("t h, h p e -> t p e", x, _side_by_side(_pieces(kernel))))
 
 
 def _router_logits_forward(x: jax.Array, kernel: jax.Array):
-    return router_logits(x, kernel), (x, kernel)  # x in its own dtype: float32 would have twice the bytes
+    return router_logits(x, kernel), (x, kernel)
 
 
 def _router_logits_backward(kept: tuple[jax.Array, jax.Array], dlogits: jax.Array):
     x, kernel = kept
-    dx, dkernel = _product("t e, h e -> t h", dlogits, kernel), _product("t h, t e -> h e", x, dlogits)
+    if x.dtype == jnp.bfloat16:
+        of_dlogits, of_kernel = _pieces(dlogits), _pieces(kernel)
+        dkernel = _sum(_product("t h, t p e -> h p e", x, _side_by_side(of_dlogits)))
+        pairs = [(of_dlogits[i], of_kernel[j]) for i in range(PIECES) for j in range(PIECES - i)]
+        dx = _product("t p e, h p e -> t h", *map(_side_by_side, zip(*pairs, strict=True)))
+    else:
+        dx, dkernel = _product("t e, h e -> t h", dlogits, kernel), _product("t h, t e -> h e", x, dlogits)
     return ParamInfo.from_arrays(x).place(dx.astype(x.dtype)), ParamInfo.from_arrays(kernel).place(dkernel)
 
 
 router_logits.defvjp(_router_logits_forward, _router_logits_backward)
 
+PIECES = 3  # of a float32 number: 24 bits, where bfloat16 has 8
+
+
+def _pieces(x: jax.Array) -> list[jax.Array]:
+    """Arrays in bfloat16 whose sum is `x` in float32, the largest first."""
+    pieces = []
+    for _ in range(PIECES):
+        # A cast there and back the compiler may leave out.
+        piece = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        pieces.append(piece.astype(jnp.bfloat16))
+        x = x - piece
+    return pieces
+
+
+def _side_by_side(pieces: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack(pieces, axis=1)
+
+
+def _sum(products: jax.Array) -> jax.Array:
+    """The sum of the products with pieces (a, pieces, b), the small ones first."""
+    return products[:, 0] + (products[:, 1] + products[:, 2])
+
 
 def _product(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """In full float32: by default a GPU rounds the factors to TF32, 10 bits of mantissa."""
-    with jax.named_scope(ROUTER_SCOPE), jax.default_matmul_precision("highest"):
-        return einsum(rule, a.astype(jnp.float32), b.astype(jnp.float32))
+    """In float32. By default a GPU rounds factors in float32 to TF32, 10 bits of mantissa."""
+
+    def in_float32(a: jax.Array, b: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return einsum(rule, a.astype(jnp.float32), b.astype(jnp.float32))
+
+    with jax.named_scope(ROUTER_SCOPE):
+        if a.dtype == b.dtype == jnp.bfloat16:  # XLA's CPU does not multiply such matrices into float32
+            return lax.platform_dependent(a, b, cuda=partial(einsum, rule, dtype=jnp.float32), default=in_float32)
+        return in_float32(a, b)

@@ -16,8 +16,6 @@ from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import current_amax_axes, largest_amax
-from jax_fp8.core.types import PyTree
-from jax_fp8.ops.grouped_linear import of_each_expert
 from jax_fp8.ops.parameters import as_one_matrix
 from jax_fp8.ops.passes import cast_weight
 
@@ -44,23 +42,6 @@ def cast_gemms(
         pair = cast_kernels(kernels_of(path, params), _cast_of(recipe), scales, then.get(path))
         put_at_path(cache, path, {"kernel": pair})
     return cache
-
-
-def ready_for_loop(cache: Mapping, params: Mapping) -> dict:
-    """A cache for several passes: kernels of experts by expert, or each pass would transpose them. In a cache that an
-    optimizer writes, and in layers stacked by `nn.scan`, they are one matrix.
-    """
-
-    def ready(node: PyTree, path: LayerPath) -> PyTree:
-        if not isinstance(node, Mapping):
-            return node
-        pair = node.get("kernel")
-        if is_of_experts(path) and isinstance(pair, Fp8Pair) and pair.rowwise.ndim == 2:
-            experts = at_path(params, kernel_paths(path)[0]).shape[0]
-            return {**node, "kernel": of_each_expert(pair, experts)}
-        return {name: ready(value, (*path, name)) for name, value in node.items()}
-
-    return ready(cache, ())
 
 
 def kernels_of(gemm: LayerPath, params: Mapping) -> tuple[jax.Array, ...]:

@@ -14,13 +14,13 @@ ENTRY = """
 extern "C" int grouped_gemm(int64_t kind, int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_type,
                             int64_t b_type, int64_t by_tile, int64_t d_type, double alpha, const void* a,
                             const void* b, const float* a_scale, const float* b_scale, const void* bias, const void* c,
-                            const int32_t* starts, void* d) {
+                            const int32_t* starts, void* d, int64_t side_by_side) {
   using namespace jax_fp8;
   using namespace jax_fp8::grouped_gemm;
   const ProductShape shape = {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k), static_cast<int>(groups)};
   const Problem problem = {static_cast<Groups>(kind),     shape,        static_cast<Fp8Type>(a_type),
                            static_cast<Fp8Type>(b_type),  by_tile != 0, static_cast<SourceType>(d_type),
-                           static_cast<float>(alpha)};
+                           static_cast<float>(alpha),     side_by_side != 0};
   const Operands operands = {a, b, a_scale, b_scale, bias, c, starts, d};
   const std::string error = enqueue(problem, operands, nullptr);
   return error.empty() ? 0 : 1;
@@ -39,7 +39,11 @@ def filled_up(size):
 class Product:
     """One call: its operands, made at random, and what it must make of them."""
 
-    def __init__(self, kind, m, n, k, *, by_tile, d, sizes=None, a=E4M3, b=E4M3, bias=False, c=False, alpha=1.0):
+    def __init__(
+        self, kind, m, n, k, *, by_tile, d, sizes=None, a=E4M3, b=E4M3, bias=False, c=False, alpha=1.0,
+        side_by_side=False,
+    ):  # fmt: skip
+        self.side_by_side = side_by_side
         self.kind, self.m, self.n, self.k, self.by_tile, self.d, self.alpha = kind, m, n, k, by_tile, d, alpha
         self.groups = 1 if sizes is None else len(sizes)
         self.starts = None if sizes is None else np.cumsum([0, *sizes]).astype(np.int32)
@@ -56,12 +60,13 @@ class Product:
             self.a.view(np.uint8)[self.starts[-1] :] = 0x7F  # NaN, which must not come through
 
     def run(self, changes=(), orders=tuple(ORDERS)):
-        operands = [self.a, self.b, self.a_scale, self.b_scale, self.bias, self.c, self.starts]
+        b = np.ascontiguousarray(self.b.swapaxes(0, 1)) if self.side_by_side else self.b
+        operands = [self.a, b, self.a_scale, self.b_scale, self.bias, self.c, self.starts]
         types = [FP8.index(self.a.dtype), FP8.index(self.b.dtype), self.by_tile, SOURCES.index(self.d), self.alpha]
         result = Result((self.groups if self.kind == DEPTH else 1, self.m, self.n), self.d)
         kernels = compile_for_cpu("grouped_gemm.cu", ENTRY, changes)
         shape = (self.kind, self.m, self.n, self.k, self.groups)
-        (d,) = kernels.call("grouped_gemm", *shape, *types, *operands, result, orders=orders)
+        (d,) = kernels.call("grouped_gemm", *shape, *types, *operands, result, self.side_by_side, orders=orders)
         return d
 
     def values(self):
@@ -111,6 +116,9 @@ PRODUCTS = {
     "a c": Product(NONE, 520, 512, 128, by_tile=True, d=BF16, c=True),
     "groups of rows": Product(ROWS, 640, 264, 272, by_tile=False, d=BF16, sizes=[128, 0, 128, 128], bias=True),
     "groups of rows, by tile": Product(ROWS, 896, 136, 272, by_tile=True, d=BF16, sizes=[128, 256, 0, 128]),
+    "matrices side by side": Product(ROWS, 640, 264, 272, by_tile=False, d=BF16, sizes=[128, 0, 256], side_by_side=True),
+    "matrices side by side, by tile": Product(ROWS, 640, 136, 272, by_tile=True, d=F32, sizes=[256, 128, 0],
+        side_by_side=True),
     "groups of rows, with c": Product(ROWS, 768, 136, 144, by_tile=False, d=F32, sizes=[128, 256], c=True),
     "groups of rows, E5M2": Product(ROWS, 512, 264, 128, by_tile=False, d=F16, sizes=[384, 0], a=E5M2),
     "groups of depth": Product(DEPTH, 264, 136, 768, by_tile=False, d=F32, sizes=[384, 0, 128, 256]),
@@ -126,8 +134,13 @@ def test_products(name):
 
 # A product that shows it, what is wrong then, and what the harness says where not only numbers are wrong.
 KERNEL, RESULTS = "device/grouped_gemm.cuh", "device/grouped_gemm_results.cuh"
+MAPS = "tensor_map.h"
 SHARED, WARPGROUP, LAUNCH = "device/grouped_gemm_shared.cuh", "device/warpgroup.cuh", "grouped_gemm.cu"
 MISTAKES = {
+    # Where matrices lie.
+    "one after the other": ("matrices side by side", MAPS, "extent.side_by_side ? extent.matrices : 1", "1"),
+    "matrices in the place of rows": ("matrices side by side", MAPS, "extent.side_by_side ? 1 : extent.rows",
+        "extent.rows"),
     # Stages: who waits for whom.
     "no wait for the first stage": ("one tile", KERNEL,
         "    wait(shared.filled[turn.stage], turn.parity);\n  }\n  for", "  }\n  for"),

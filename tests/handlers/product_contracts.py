@@ -59,7 +59,8 @@ def grouped() -> Iterator[Call]:
         a_scale = floats(tiles(k), filled_up(rows)) if scaling else ONE
         b_scale = floats(groups, tiles(n), filled_up(tiles(k))) if scaling else ONE
         operands = (a, b, a_scale, b_scale, starts_of(128, 256))
-        yield Call("grouped_gemm", operands, (Buffer(d, (rows, n)),), {"scaling": scaling})
+        how = {"scaling": scaling, "side_by_side": d == F16}
+        yield Call("grouped_gemm", operands, (Buffer(d, (rows, n)),), how)
         m, rows = 32, 256
         a, b = Buffer(E4M3 if scaling else E5M2, (m, rows), 19), Buffer(E4M3, (n, rows), 20)
         a_scale = floats(tiles(rows), filled_up(m)) if scaling else ONE

@@ -16,6 +16,7 @@
 #include "grouped_gemm.h"
 #include "norm.h"
 #include "quantize.h"
+#include "take_rows.h"
 #include "transpose.h"
 #include "uninitialized.h"
 #include "update_state.h"
@@ -43,6 +44,7 @@ py::dict targets() {
   table["jax_fp8_quantize_by_tile_sums"] = py::dict("execute"_a = capsule(quantize_by_tile_sums_handler));
   table["jax_fp8_uninitialized"] = py::dict("execute"_a = capsule(uninitialized_handler));
   table["jax_fp8_transpose"] = py::dict("execute"_a = capsule(transpose_handler));
+  table["jax_fp8_take_rows"] = py::dict("execute"_a = capsule(take_rows_handler));
   table["jax_fp8_activation_quantize"] = py::dict("execute"_a = capsule(activation_quantize_handler));
   table["jax_fp8_activation_quantize_by_tile"] = py::dict("execute"_a = capsule(activation_quantize_by_tile_handler));
   table["jax_fp8_activation_amax"] = py::dict("execute"_a = capsule(activation_amax_handler));

@@ -1,13 +1,13 @@
 """take rows → grouped GEMM → activation → quantize → grouped GEMM as one differentiable op: the MLPs of experts.
 
-    x (tokens, features) ─in groups─ cast → up → activation and cast, one kernel → down → rows (rows, features)
+    x (tokens, features) ─cast, in groups→ up → activation and cast, one kernel → down → rows (rows, features)
 
 The kernels that activate and cast are those of ops/norm_mlp.py, which treat rows in groups as any other matrix. Kept
 for the backward: the input of the activation, and the FP8 residuals of both GEMMs, for all rows. With `recompute` the
 tokens are kept instead of the FP8 input of `up`; that saves memory where something else keeps them anyway.
 
-Where experts are split over devices, rows go to their expert in FP8, where the recipe has one scale a tensor, and
-results and gradients travel in `dtype`.
+Where the recipe has one scale a tensor, a token is cast once, and its bytes are copied for each of its experts. Where
+experts are split over devices, they also travel in FP8. Results and gradients travel in `dtype`.
 """
 
 from dataclasses import dataclass, replace
@@ -33,8 +33,8 @@ from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import whole_pair
-from jax_fp8.ops.expert_rows import ExpertRows, take_own_rows, take_rows, untake_rows
-from jax_fp8.ops.expert_travel import Travel, send_rows
+from jax_fp8.ops.expert_rows import ExpertRows, take_own_rows_of_fp8, take_rows, tokens_with_rows, untake_rows
+from jax_fp8.ops.expert_travel import send_rows
 from jax_fp8.ops.grouped_linear import (
     backward_dgrad,
     backward_wgrad,
@@ -180,25 +180,30 @@ _expert_mlp.defvjp(_forward, _backward)
 
 
 def _input_rows(x: jax.Array, where: ExpertRows, gemm: Fp8Gemm, keep: bool) -> GemmInput:
-    """The rows of tokens in groups, in FP8. With one scale a tensor they are cast before they travel. With scales by
-    tile they travel in their own dtype: tiles of the transpose lie along a group.
+    """The rows of tokens in groups, in FP8. With one scale a tensor the tokens are cast, and then copied. With scales
+    by tile their rows are cast: tiles of the transpose lie along a group.
     """
-    own = take_own_rows(x, where)
-    if where.travel is None:
-        return quantize_input(own, gemm, keep)
-    if gemm.cast(INPUT, partial(amax, own)).rule.tile is not None:
-        return quantize_input(send_rows(own, where.travel), gemm, keep)
-    cast = quantize_input(own, gemm, keep=False)
-    return replace(cast, pair=_sent(cast.pair, where.travel, keep))
+    if gemm.cast(INPUT, partial(amax, x)).rule.tile is not None:
+        return quantize_input(take_rows(x, where), gemm, keep)
+    tokens = quantize_input(tokens_with_rows(x, where), gemm, keep=False)
+    return replace(tokens, pair=_rows_of(tokens.pair, where, keep))
 
 
 def _rows_again(where: ExpertRows, x: jax.Array, cast: Cast) -> Fp8Pair:
     """The rows of `_input_rows` in both orientations, by the cast that they had."""
-    if where.travel is None or cast.rule.tile is not None:
+    if cast.rule.tile is not None:
         return quantize_transpose(take_rows(x, where), cast)
-    return _sent(quantize_rowwise(take_own_rows(x, where), cast), where.travel, keep=True)
+    return _rows_of(quantize_rowwise(x, cast), where, keep=True)
 
 
-def _sent(own: Fp8Pair, travel: Travel, keep: bool) -> Fp8Pair:
-    """Rows with one scale in the groups of their experts, with `keep` in both orientations."""
-    return whole_pair(replace(own.rowwise, values=send_rows(own.rowwise.values, travel)), own, keep)
+def _rows_of(tokens: Fp8Pair, where: ExpertRows, keep: bool) -> Fp8Pair:
+    """The rows of tokens with one scale in the groups of their experts, with `keep` in both orientations."""
+    cast = tokens.rowwise
+    if where.travel is not None:
+        (own,) = take_own_rows_of_fp8(cast.values, where, transposes=False)
+        return whole_pair(replace(cast, values=send_rows(own, where.travel)), tokens, keep)
+    if keep:
+        own, transpose = take_own_rows_of_fp8(cast.values, where, transposes=True)
+        return Fp8Pair.with_shared_scale(own, transpose, cast.scale, tokens.amax)
+    (own,) = take_own_rows_of_fp8(cast.values, where, transposes=False)
+    return Fp8Pair(replace(cast, values=own), None, tokens.amax)

@@ -29,6 +29,7 @@ from jax_fp8.core.shards import ExpertParallel
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import collect, explicit_mesh, explicit_spec, parse_rule
 from jax_fp8.kernels.grouped_gemm import GROUP_ROWS
+from jax_fp8.kernels.take_rows import take_rows_of_fp8
 from jax_fp8.ops.expert_travel import Travel, most_rows, plan_travel, return_rows, send_rows
 from jax_fp8.ops.parameters import ParamInfo
 
@@ -129,6 +130,24 @@ def take_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
     """The rows (rows, features) of tokens `x` (tokens, features), in groups; zeros where a row has no token."""
     own = take_own_rows(x, where)
     return own if where.travel is None else send_rows(own, where.travel)
+
+
+def take_own_rows_of_fp8(x: jax.Array, where: ExpertRows, transposes: bool) -> tuple[jax.Array, ...]:
+    """The rows (rows, features) of FP8 tokens before they travel, and perhaps their transpose (features, rows)."""
+
+    def take(x: jax.Array, pairs: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+        return take_rows_of_fp8(x, pairs // rows.shape[1], transposes)
+
+    return on_own_tokens("t h, r, t c -> r h" + ", h r" * transposes, take, x, where.pairs, where.rows)
+
+
+def tokens_with_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
+    """`x` (tokens, features) with zeros for tokens that have no row, so that their amax is that of the rows."""
+
+    def keep(x: jax.Array, pairs: jax.Array, rows: jax.Array) -> tuple[jax.Array]:
+        return (jnp.where(jnp.any(rows < pairs.size, axis=1, keepdims=True), x, jnp.zeros((), x.dtype)),)
+
+    return on_own_tokens("t h, r, t c -> t h", keep, x, where.pairs, where.rows)[0]
 
 
 def combine_rows(

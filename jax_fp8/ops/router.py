@@ -236,11 +236,12 @@ def _mean(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
 def router_logits(
     x: jax.Array, kernel: jax.Array
 ) -> jax.Array:  # (tokens, features), f32[features, experts] -> f32[tokens, experts]
-    """`x @ kernel` as exact as in float32.
+    """`x @ kernel` in float32.
 
     A product of two bfloat16 numbers is exact in float32, and a float32 number is the sum of three bfloat16 ones. So
-    bfloat16 tokens are multiplied on the tensor cores, by three pieces of the kernel side by side: a pass in float32
-    would take several times as long. In its gradient by the tokens, products below 2**-24 of the largest are left out.
+    bfloat16 tokens are multiplied on the tensor cores, by three pieces of the kernel side by side. Only their sums
+    round a little more than in float32, which would take three times as long: of 2,048 features, logits are off by
+    2.6e-6 of the largest instead of 1.9e-6. The gradient of the tokens leaves out products below 2**-24 of the largest.
     """
     if x.dtype != jnp.bfloat16:
         return _product("t h, h e -> t e", x, kernel)

@@ -83,6 +83,15 @@ def check_product(report: Report, group, label, a, b, starts, dtype, is_gradient
     first, second = twice_over_poison(run, a, b, jnp.asarray(starts))
     label = f"{label}, {jnp.dtype(dtype).name}"
     report.bits(group, first, second, f"{label}: two runs")
+    if not is_gradient:
+        matrices = jnp.asarray(np.ascontiguousarray(np.asarray(b.values).swapaxes(0, 1)))
+
+        def of_one(a, matrices, scale, starts):
+            b_again = Fp8Array(jnp.swapaxes(matrices, 0, 1), scale, b.tile)
+            return grouped_matmul(a, b_again, starts, dtype=dtype, side_by_side=True)
+
+        (again, _) = twice_over_poison(jax.jit(of_one), a, matrices, b.scale, jnp.asarray(starts))
+        report.bits(group, again, first, f"{label}: matrices side by side")
     one, other = exact(a), exact(b)
 
     def fits(one, other, starts) -> bool:

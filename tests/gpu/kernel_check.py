@@ -25,6 +25,7 @@ import reference
 from gpu.report import Report, Script, run_script
 
 from jax_fp8.kernels.quantize import sums_results
+from jax_fp8.kernels.take_rows import take_rows_of_fp8
 from jax_fp8.tune.gemm_bench import OFF_THE_LIST
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -450,6 +451,24 @@ def check_gemm_candidates(report: Report):
         print(f"{shape} -> {jnp.dtype(d_dtype).name}: {offered} candidates", flush=True)
 
 
+def check_take_rows(report: Report):
+    """Every byte of every row is in its place, and rows that are not there are zeros."""
+    random = np.random.default_rng(8)
+    for of_x, rows, features in ((5, 16, 16), (300, 272, 144), (7, 257, 48), (4096, 33024, 2048)):
+        bits = random.integers(0, 256, (of_x, features), dtype=np.uint8)
+        sources = random.integers(-1, of_x + 1, rows).astype(np.int32)
+        is_there = (sources >= 0) & (sources < of_x)
+        wanted = np.where(is_there[:, None], bits[np.clip(sources, 0, of_x - 1)], 0).astype(np.uint8)
+        for transposes in (True, False) if rows % 16 == 0 else (False,):
+            take = jax.jit(take_rows_of_fp8, static_argnums=2)
+            for got in twice_over_poison(take, jnp.asarray(bits.view(np.dtype(E4M3))), sources, transposes):
+                label = f"{rows} rows of {of_x} x {features}"
+                report.bits("take rows", got[0].view(np.uint8), wanted, label)
+                if transposes:
+                    report.bits("take rows", got[1].view(np.uint8), wanted.T, f"{label}, transposed")
+            report.expect("take rows", not np.array_equal(got[0].view(np.uint8), wanted[::-1]), f"{label}: any order")
+
+
 def check_gemm_in_place(report: Report):
     """A donated and aliased c is updated in place. The result is right, as it is with a c that stays."""
     random = np.random.default_rng(2)
@@ -670,7 +689,14 @@ def time_gemm(report: Report):
 
 
 CHECKS = [check_all_16_bit_patterns, check_shapes, check_scales, check_sources, check_gemm, check_gemm_alpha]
-CHECKS += [check_transpose, check_gemm_in_place, check_gemm_candidates, check_gemm_columns, check_side_by_side]
+CHECKS += [
+    check_transpose,
+    check_take_rows,
+    check_gemm_in_place,
+    check_gemm_candidates,
+    check_gemm_columns,
+    check_side_by_side,
+]
 CHECKS += [check_graphs, check_refusals]
 
 

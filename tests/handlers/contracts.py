@@ -28,6 +28,7 @@ def contracts() -> dict[str, list[Call]]:
         quantize_by_tile,
         uninitialized,
         transpose,
+        take_rows,
         activation,
         activation_by_tile,
         amax,
@@ -100,6 +101,14 @@ def uninitialized() -> Iterator[Call]:
 def transpose() -> Iterator[Call]:
     for m, n in SHAPES:
         yield Call("transpose", (Buffer(E5M2, (m, n), 4),), (Buffer(E5M2, (n, m)),))
+
+
+def take_rows() -> Iterator[Call]:
+    of_x, sources = 5, np.array([4, -1, 0, 5, 2, 2**31 - 1, 3, 3] * 4, np.int32)
+    for rows, cols, both in ((32, 48, True), (16, 16, True), (19, 32, False), (0, 16, False)):
+        x, of_rows = Buffer(E5M2, (of_x, cols), 4), Buffer(S32, (rows,), sources[:rows], trusted=True)
+        transpose = (cols, rows) if both else (0, 0)
+        yield Call("take_rows", (x, of_rows), (Buffer(E5M2, (rows, cols)), Buffer(E5M2, transpose)))
 
 
 ACTIVATIONS = ("gelu", "gelu_exact", "silu", "relu", "squared_relu", "swiglu", "geglu", "reglu")

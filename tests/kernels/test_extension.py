@@ -173,7 +173,7 @@ def test_build_info_is_what_was_built():
     info = extension.build_info()
     names = """
         quantize quantize_transpose quantize_transpose_sums quantize_by_tile quantize_by_tile_sums uninitialized
-        transpose activation_quantize activation_quantize_by_tile activation_amax activation_backward_quantize
+        transpose take_rows activation_quantize activation_quantize_by_tile activation_amax activation_backward_quantize
         activation_backward_quantize_by_tile activation_backward_amax amax adam update_state norm_quantize
         norm_quantize_by_tile norm_amax norm_backward cached_attention chain cross_entropy few_rows_gemm grouped_gemm
         grouped_gemm_weight_gradient gemm weight_gradient
@@ -256,6 +256,7 @@ def calls():
             BY_TILE_ATTRIBUTES | {"epsilon": np.float32(1e-5)},
         ),
         "jax_fp8_transpose": ((transpose,), (matrix,), {}),
+        "jax_fp8_take_rows": ((matrix, transpose), (matrix, jax.ShapeDtypeStruct((64,), jnp.int32)), {}),
         "jax_fp8_activation_quantize": (
             (matrix, transpose, SCALAR, SCALAR),
             (gated, SCALES),

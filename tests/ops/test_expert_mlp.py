@@ -145,3 +145,25 @@ def test_the_order_of_tokens_does_not_matter():
     moved, moved_gradients = run((x[order], gate, up, down, weights[order]), choices[order], RECIPES["current"])
     assert_same_bits(moved, np.asarray(y)[order])
     assert moved_gradients[0].shape == gradients[0].shape
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_token_without_a_row_has_no_part_in_the_cast(recompute):
+    """Negative control: with a row it has."""
+    (x, *kernels, _), choices = inputs(jnp.bfloat16)
+    x[5], choices[5] = 1000, EXPERTS
+    nothing = x.copy()
+    nothing[5] = 0
+    with_row = choices.copy()
+    with_row[5] = 0, 1
+
+    @jax.jit
+    def amaxes(x, choices):
+        up, down = LinearParameters((kernels[0], kernels[1]), None), LinearParameters(kernels[2], None)
+        gemms = Fp8Gemm(RECIPES["current"], "mlp/gate+up"), Fp8Gemm(RECIPES["current"], "mlp/down")
+        rows, found = expert_mlp(x, sort_tokens(choices, EXPERTS), up, down, gemms, "swiglu", recompute=recompute)
+        return rows, found
+
+    found, wanted = amaxes(x, choices), amaxes(nothing, choices)
+    jax.tree.map(assert_same_bits, found, wanted)
+    assert float(found[1][0][0]) < 10 and float(amaxes(x, with_row)[1][0][0]) == 1000

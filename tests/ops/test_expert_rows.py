@@ -8,7 +8,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_close, assert_same_bits
 
-from jax_fp8.ops.expert_rows import ExpertRows, combine_rows, rows_needed, sort_tokens, take_rows
+from jax_fp8.core.formats import E5M2
+from jax_fp8.ops.expert_rows import (
+    ExpertRows,
+    combine_rows,
+    rows_needed,
+    sort_tokens,
+    take_own_rows_of_fp8,
+    take_rows,
+    tokens_with_rows,
+)
 
 SORT, TAKE, COMBINE = jax.jit(sort_tokens, static_argnums=1), jax.jit(take_rows), jax.jit(combine_rows)
 TOKENS, CHOICES, EXPERTS, FEATURES = 300, 2, 5, 8
@@ -182,3 +191,16 @@ def test_each_device_of_an_explicit_mesh_sorts_its_own():
         for found, wanted in zip(jax.tree.leaves(where), jax.tree.leaves(own), strict=True):
             size = wanted.shape[0]
             np.testing.assert_array_equal(np.asarray(found)[size * device : size * (device + 1)], wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_tokens_in_fp8(name):
+    """They are casts of the rows, and a token without a row counts as zeros."""
+    choices = CASES[name].copy()
+    choices[0] = EXPERTS  # padding
+    where, x = SORT(choices, EXPERTS), normal(3, len(choices), 16, dtype=E5M2)
+    rows, transpose = jax.jit(take_own_rows_of_fp8, static_argnums=2)(x, where, True)
+    assert_same_bits(rows, TAKE(jnp.asarray(x, jnp.float32), where).astype(E5M2))
+    assert_same_bits(transpose, np.asarray(rows).T)
+    kept = np.asarray(tokens_with_rows(jnp.asarray(x, jnp.float32), where))
+    assert not kept[0].any() and (kept[1:] == x[1:].astype(np.float32)).all()

@@ -1,6 +1,7 @@
 """Routing against NumPy in float64: who goes where, how much it counts, and the losses beside it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 from experts import balance_loss, chosen_experts, dense_weights, scores_of, softmax
 from reference import assert_close
 
-from jax_fp8.ops.router import LOAD_GRADIENT, RouterRule
+from jax_fp8.ops import router
+from jax_fp8.ops.router import LOAD_GRADIENT, RouterRule, router_logits
 from jax_fp8.ops.router import route as route_by_rule
 
 TOKENS, FEATURES, EXPERTS = 96, 32, 6
@@ -113,6 +115,54 @@ def test_near_ties_are_decided_in_float32():
     assert (np.asarray(route(x, kernel, 1).experts) == 1).all()
     in_bfloat16 = jax.jit(lambda x, kernel: jax.lax.top_k(x @ kernel, 1)[1])(x, kernel.astype(jnp.bfloat16))
     assert (np.asarray(in_bfloat16) == 0).all()
+
+
+def products(x, kernel, dlogits):
+    logits, pullback = jax.vjp(router_logits, x, kernel)
+    return logits, *pullback(dlogits)
+
+
+def test_products_with_pieces_are_those_of_float32(monkeypatch):
+    """Of bfloat16 tokens. Negative control: two pieces of three are noticed, but for a gradient that is rounded."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(256, 384)), jnp.bfloat16)
+    kernel, dlogits = (random.normal(size=shape).astype(np.float32) for shape in ((384, 24), (256, 24)))
+    a, b, c = (np.asarray(array.astype(np.float32), np.float64) for array in (x, kernel, dlogits))
+    wanted = a @ b, c @ b.T, a.T @ c
+
+    def errors():
+        found = jax.jit(lambda *given: products(*given))(x, kernel, dlogits)  # traced anew
+        assert [array.dtype for array in found] == [jnp.float32, jnp.bfloat16, jnp.float32]
+        return [
+            np.abs(np.asarray(got, np.float64) - of).max() / np.abs(of).max()
+            for got, of in zip(found, wanted, strict=True)
+        ]
+
+    logits, dx, dkernel = errors()
+    assert max(logits, dkernel) < 5e-7 and dx < 2**-8
+    monkeypatch.setattr(router, "PIECES", 2)
+    monkeypatch.setattr(router, "_sum", lambda products: products[:, 0] + products[:, 1])
+    logits, _, dkernel = errors()
+    assert min(logits, dkernel) > 5e-7
+
+
+def test_pieces_are_a_float32_number():
+    x = np.random.default_rng(1).normal(size=4096).astype(np.float32) * np.float32(2) ** np.arange(-64, 64).repeat(32)
+    pieces = [np.asarray(piece, np.float64) for piece in jax.jit(router._pieces)(x)]
+    np.testing.assert_array_equal(sum(pieces), x.astype(np.float64))
+    assert all(piece.dtype == jnp.bfloat16 for piece in router._pieces(x))
+
+
+def test_on_gpus_bfloat16_tokens_are_multiplied_in_bfloat16():
+    for dtype, wanted in ((jnp.bfloat16, "bf16"), (jnp.float32, "f32")):
+        given = (jax.ShapeDtypeStruct(shape, of) for shape, of in (((32, 16), dtype), ((16, 8), jnp.float32)))
+        text = jax.jit(products).trace(*given, jax.ShapeDtypeStruct((32, 8), jnp.float32))
+        dots = re.findall(
+            r"dot_general .*: \((.*)\) -> tensor<(.*)>", text.lower(lowering_platforms=("cuda",)).as_text()
+        )
+        assert len(dots) == 3
+        for operands, result in dots:
+            assert set(re.findall(r"x([a-z]+\d+)>", operands)) == {wanted} and result.endswith("f32")
 
 
 # ---- sigmoid, groups, a bias -----------------------------------------------------------------------------------------

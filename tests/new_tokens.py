@@ -6,7 +6,7 @@
 What is written is compared bit for bit, and the attention with float64.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -103,6 +103,21 @@ def make(
     for array in (keys, values, *(problem.scales or ())):
         array[unseen] = np.nan
     return problem
+
+
+def make_haystack(slot, **shape):
+    """A call in which every query is for the key of one slot, the needle: its weight is more than 0.9, and all others
+    share the rest. `shape` is that of `make`; all rows have whole prompts, and nothing is rotated.
+    """
+    problem = make(**shape | {"lengths": [shape["prompt_slots"]] * shape.get("batch", 2)})
+    query = problem.query[:, :, :1].repeat(problem.query.shape[2], axis=2)
+    key = query[:, :, 0].astype(np.float32)
+    problem.keys[:, :, slot] = key.astype(problem.keys.dtype)
+    if problem.scales is not None:
+        np.minimum(problem.scales[0], 0.5, out=problem.scales[0])
+        problem.scales[0][:, :, slot] = 1
+    largest = np.sum(np.square(key), axis=-1).min()  # of all heads the smallest product with the needle
+    return replace(problem, query=query, scale=float(np.log(20 * shape["slots"]) / largest))
 
 
 def rotated(x, rotary):

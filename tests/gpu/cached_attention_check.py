@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gpu.kernel_check import IN_A_GRAPH, seconds_per_call, twice_over_poison
 from gpu.report import Report, Script, on_gpu, run_script
-from new_tokens import E4M3, attend, error_of, make, written
+from new_tokens import E4M3, attend, error_of, make, make_haystack, written
 
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.kernels.cached_attention import attend_to_cache
@@ -132,6 +132,27 @@ def check_large_logits(report: Report):
         wanted, _ = attend(problem, written(problem))
         right = np.allclose(first[0].astype(np.float64), wanted, rtol=2**-7, atol=4e-3)
         report.expect("large logits", bool(right), f"a cache in {np.dtype(cache or BFLOAT16).name}")
+
+
+def check_needles(report: Report):
+    """In a long prompt one slot decides, wherever it lies."""
+    slots = 32768 if on_gpu() else 512
+    for cache in (None, E4M3):
+        for slot in (0, slots // 3, slots - 200):
+            shape = {"slots": slots, "prompt_slots": slots - 128, "step": 100, "batch": 2, "kv_heads": 4, "group": 4}
+            problem = make_haystack(slot, cache=cache, head_dim=64, **shape)
+            label = f"slot {slot} of {slots}, {np.dtype(cache or BFLOAT16).name}"
+            first, second = twice_over_poison(partial(call, problem))
+            report.bits("needles: two runs", first[0], second[0], label)
+            report.expect("needles", error_of(problem, written(problem), first[0]) <= 1, label)
+            value = problem.values[:, :, None, slot].astype(np.float32)
+            if problem.scales is not None:
+                value = value * problem.scales[1][:, :, None, slot, None]
+            found = np.abs(first[0].astype(np.float32) - value).max() < 0.2 * np.abs(value).max()
+            report.expect("needles", bool(found), f"{label}: its value")
+            value = np.roll(value, 1, axis=-1)
+            other = np.abs(first[0].astype(np.float32) - value).max() < 0.2 * np.abs(value).max()
+            report.expect("needles: control", not other, f"{label}: features in another order")
 
 
 def check_in_place(report: Report):
@@ -258,7 +279,7 @@ def time_attention(report: Report):
                 report.timings.append(row | {"us": seconds * 1e6, "share of copy": share})
 
 
-CHECKS = [check_numbers, check_controls, check_large_logits, check_in_place]
+CHECKS = [check_numbers, check_controls, check_large_logits, check_needles, check_in_place]
 
 
 def main(arguments: list[str] | None = None) -> int:

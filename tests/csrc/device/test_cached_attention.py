@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from new_tokens import attend, check, make, written
+from new_tokens import attend, check, make, make_haystack, written
 from reference import assert_same_bits, quantize
 from token_attention import BFLOAT16, E4M3, FEW_SLOTS, MANY_SLOTS, NO_CLUSTERS, SCALES, SIXTEEN, run
 
@@ -79,6 +79,30 @@ def test_many_slots(cache, kv_heads, head_dim):
     for lengths, step in (([1200], 50), ([13], 50), ([1195], 0), ([0], 3)):
         problem = make(BFLOAT16 if cache else np.float32, **shape | {"lengths": lengths, "step": step})
         check(problem, run(problem))
+
+
+@pytest.mark.parametrize("cache", [BFLOAT16, E4M3])
+@pytest.mark.parametrize("slot", [0, 3333, 4095])
+def test_a_needle_in_a_long_cache(cache, slot):
+    """One slot of 4,096 decides, wherever it lies. Negative control: another slot's value is another result."""
+    problem = make_haystack(slot, cache=cache, batch=1, group=3, head_dim=64, slots=4100, prompt_slots=4096, step=1)
+    found = run(problem)
+    check(problem, found)
+    values = problem.values[0, 0].astype(np.float32) * (
+        1 if problem.scales is None else problem.scales[1][0, 0][:, None]
+    )
+    for attended in found[0][0, 0].astype(np.float32):
+        errors = np.abs(attended - values[:4096]).max(axis=1)
+        assert errors.argmin() == slot and errors[slot] < 0.2 * np.abs(values[slot]).max()
+
+
+@pytest.mark.parametrize("cache", [BFLOAT16, E4M3])
+def test_equal_weights_of_a_long_cache(cache):
+    """The mean of 4,096 values and one: sums of so many terms stay exact to float32."""
+    problem = make(cache=cache, batch=1, group=2, head_dim=64, slots=4100, prompt_slots=4096, lengths=[4096], step=0)
+    problem = replace(problem, scale=0.0)
+    np.abs(problem.values, out=problem.values)
+    check(problem, run(problem))
 
 
 @pytest.mark.parametrize("cache", [BFLOAT16, E4M3])

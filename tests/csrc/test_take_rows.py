@@ -60,11 +60,11 @@ KERNEL = "take_rows.cu"
 MISTAKES = {
     "rows that are not there": (KERNEL, "source < 0 || ", ""),
     "a row behind the last": (KERNEL, "source >= arguments.of_x", "source > arguments.of_x"),
-    "one row too many": (KERNEL, "if (row + r >= arguments.rows) break;", ""),
-    "one column too many": (KERNEL, "&& col < arguments.cols) {\n#pragma", "&& col <= arguments.cols) {\n#pragma"),
+    "one row too many": (KERNEL, "if (patch.row + r < arguments.rows) *", "*"),
+    "one column too many": (KERNEL, "&& patch.col < arguments.cols;", "&& patch.col <= arguments.cols;"),
     "rows in order": (KERNEL, "source * arguments.cols", "row % arguments.of_x * arguments.cols"),
     "no barrier": (KERNEL, "    __syncthreads();\n", ""),
-    "one byte of another column": (KERNEL, "loaded[3].y}, columns", "loaded[3].z}, columns"),
+    "one byte of another column": ("device/byte_tile.cuh", "rows[3].y}, columns", "rows[3].z}, columns"),
     "one tile too few": (KERNEL, "<<<tiles,", "<<<tiles - 1,"),
 }
 

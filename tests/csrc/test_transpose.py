@@ -43,15 +43,16 @@ def test_arrays_that_are_not_aligned(offsets):
 
 
 # What is wrong then, and the mistake that the harness names; None where only the bytes are wrong.
-KERNEL, TILE, FP8 = "transpose.cu", "device/tile.cuh", "device/fp8.cuh"
-VECTORIZED = "arguments.rows % kWidth == 0 && arguments.cols % kWidth == 0"
+KERNEL, PATCH = "transpose.cu", "device/byte_tile.cuh"
+TILE, FP8 = "device/tile.cuh", "device/fp8.cuh"
+VECTORIZED = "arguments.rows % kBytesAtOnce == 0 && arguments.cols % kBytesAtOnce == 0"
 MISTAKES = {
     "no barrier": ((KERNEL, "  __syncthreads();\n  ByteTile", "  ByteTile"), "order of threads"),
     "the swizzle is written only": ((TILE, " ^ (group >> kWithin)]", "]"), "order of threads"),
     "bytes of a patch in another order": ((FP8, "low23, 0x7632", "low23, 0x6732"), None),
-    "one byte of another column": ((KERNEL, "loaded[3].y}, columns", "loaded[3].z}, columns"), None),
-    "one row too many": ((KERNEL, "row < rows && col", "row <= rows && col"), "argument 0: byte"),
-    "one column too many": ((KERNEL, "&& col < cols)", "&& col <= cols)"), "argument 0: byte"),
+    "one byte of another column": ((PATCH, "rows[3].y}, columns", "rows[3].z}, columns"), None),
+    "one row too many": ((KERNEL, "patch.row < rows &&", "patch.row <= rows &&"), "argument 0: byte"),
+    "one column too many": ((KERNEL, "&& patch.col < cols)", "&& patch.col <= cols)"), "argument 0: byte"),
     "one row of the result too many": ((TILE, "column < wanted", "column <= wanted"), "argument 1"),
     "a row of the result too long": ((TILE, "out_col >= rows", "out_col > rows"), None),
     "half of the result": ((TILE, "pass < kCols / kAtOnce", "pass < kCols / kAtOnce / 2"), "order of threads"),

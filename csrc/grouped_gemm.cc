@@ -17,6 +17,13 @@ struct GroupedBuffers {
   std::string_view scaling;
 };
 
+// What only one of the operations has.
+struct Further {
+  bool side_by_side = false;
+  const void* c = nullptr;
+  float alpha = 1.0f;
+};
+
 constexpr int64_t tiles_of(int64_t size) { return divide_up(size, 128); }
 
 constexpr int64_t filled_up(int64_t scales) { return round_up(scales, 4); }
@@ -60,7 +67,7 @@ Checks check_operands(const char* operation, const GroupedBuffers& buffers, size
 }
 
 ffi::Error launch(const char* operation, cudaStream_t stream, const GroupedBuffers& buffers, Groups kind,
-                  ProductShape shape, bool side_by_side = false) {
+                  ProductShape shape, const Further& further) {
   if (is_empty(buffers.d)) return ffi::Error::Success();
   const grouped_gemm::Problem problem{
       .kind = kind,
@@ -69,8 +76,8 @@ ffi::Error launch(const char* operation, cudaStream_t stream, const GroupedBuffe
       .b = *fp8_type(buffers.b.element_type()),
       .by_tile = buffers.scaling == kByTile,
       .d = *source_type(buffers.d.element_type()),
-      .alpha = 1.0f,
-      .side_by_side = side_by_side,
+      .alpha = further.alpha,
+      .side_by_side = further.side_by_side,
   };
   const grouped_gemm::Operands operands{
       .a = buffers.a.untyped_data(),
@@ -78,7 +85,7 @@ ffi::Error launch(const char* operation, cudaStream_t stream, const GroupedBuffe
       .a_scale = static_cast<const float*>(buffers.a_scale.untyped_data()),
       .b_scale = static_cast<const float*>(buffers.b_scale.untyped_data()),
       .bias = nullptr,
-      .c = nullptr,
+      .c = further.c,
       .starts = static_cast<const int32_t*>(buffers.starts.untyped_data()),
       .d = buffers.d.untyped_data(),
   };
@@ -105,15 +112,20 @@ ffi::Error multiply_rows(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b
   check_rest(checks, buffers, groups, {rows, n}, {tiles_of(k), filled_up(rows)},
              {groups, tiles_of(n), filled_up(tiles_of(k))});
   if (!checks.passed()) return checks.error();
-  return launch(kRowsOperation, stream, buffers, Groups::kRows, {int(rows), int(n), int(k), int(groups)}, side_by_side);
+  const ProductShape shape = {int(rows), int(n), int(k), int(groups)};
+  return launch(kRowsOperation, stream, buffers, Groups::kRows, shape, {.side_by_side = side_by_side});
 }
 
 ffi::Error multiply_depth(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
-                          ffi::AnyBuffer b_scale, ffi::AnyBuffer starts, ffi::Result<ffi::AnyBuffer> d,
-                          std::string_view scaling) {
+                          ffi::AnyBuffer b_scale, ffi::AnyBuffer starts, ffi::RemainingArgs addends,
+                          ffi::Result<ffi::AnyBuffer> d, std::string_view scaling, float alpha) {
+  if (addends.size() > 1) {
+    return ffi::Error::InvalidArgument(std::string(kDepthOperation) + ": must get at most c after starts, got " +
+                                       std::to_string(addends.size()) + " operands more");
+  }
   const GroupedBuffers buffers{a, b, a_scale, b_scale, starts, *d, scaling};
   Checks checks = check_operands(kDepthOperation, buffers, 2);
-  checks.rank("the result d", *d, 3);
+  checks.rank("the result d", *d, 3).finite("alpha", alpha);
   if (!checks.passed()) return checks.error();
   const int64_t m = a.dimensions()[0], rows = a.dimensions()[1], n = b.dimensions()[0], groups = d->dimensions()[0];
   checks
@@ -123,25 +135,40 @@ ffi::Error multiply_depth(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer 
       .shape("b", b, {n, rows});
   check_rest(checks, buffers, groups, {groups, m, n}, {tiles_of(rows), filled_up(m)},
              {tiles_of(n), filled_up(tiles_of(rows))});
+  Further further{.alpha = alpha};
+  if (addends.size() == 1) {
+    const ffi::AnyBuffer c = *addends.get<ffi::AnyBuffer>(0);
+    checks.dtype("c", c, {d->element_type()}).shape("c", c, {groups, m, n}).aligned("c", c, kAlignment);
+    further.c = c.untyped_data();
+  }
   if (!checks.passed()) return checks.error();
-  return launch(kDepthOperation, stream, buffers, Groups::kDepth, {int(m), int(n), int(rows), int(groups)});
+  const ProductShape shape = {int(m), int(n), int(rows), int(groups)};
+  return launch(kDepthOperation, stream, buffers, Groups::kDepth, shape, further);
 }
 
-auto binding() {
+auto operands() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Arg<ffi::AnyBuffer>()  // a
-      .Arg<ffi::AnyBuffer>()  // b
-      .Arg<ffi::AnyBuffer>()  // a_scale
-      .Arg<ffi::AnyBuffer>()  // b_scale
-      .Arg<ffi::AnyBuffer>()  // starts
-      .Ret<ffi::AnyBuffer>()  // d
-      .Attr<std::string_view>("scaling");
+      .Arg<ffi::AnyBuffer>()   // a
+      .Arg<ffi::AnyBuffer>()   // b
+      .Arg<ffi::AnyBuffer>()   // a_scale
+      .Arg<ffi::AnyBuffer>()   // b_scale
+      .Arg<ffi::AnyBuffer>();  // starts
 }
 
-XLA_FFI_DEFINE_HANDLER(rows_handler, multiply_rows, binding().Attr<bool>("side_by_side"),
+XLA_FFI_DEFINE_HANDLER(rows_handler, multiply_rows,
+                       operands()
+                           .Ret<ffi::AnyBuffer>()  // d
+                           .Attr<std::string_view>("scaling")
+                           .Attr<bool>("side_by_side"),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(depth_handler, multiply_depth, binding(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(depth_handler, multiply_depth,
+                       operands()
+                           .RemainingArgs()        // c
+                           .Ret<ffi::AnyBuffer>()  // d
+                           .Attr<std::string_view>("scaling")
+                           .Attr<float>("alpha"),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

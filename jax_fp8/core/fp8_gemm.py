@@ -34,7 +34,7 @@ class GradientSum:
     """Gradient accumulation in place: the wgrad GEMM itself computes `ref += weight * gradient`.
 
     Args:
-      refs: Refs of f32[k, n_i], one for each of the kernels side by side.
+      refs: Refs of f32[k, n_i], one for each of the kernels side by side; of experts f32[experts, k, n_i].
       weight: of this microbatch's gradient in the sum; static.
     """
 

@@ -240,14 +240,15 @@ def added_by_gemms(fp8_state: Mapping, sums: PyTree, gemms: Collection[LayerPath
     """The kernels, of GEMMs with state and of `gemms`, whose gradients the wgrad GEMMs themselves add to the sums in
     place; those of other params are added after the pass.
 
-    Such kernels are matrices, not stacked by `nn.scan`, and large enough for a wgrad GEMM of their own.
+    Such kernels are matrices, or one for each expert, not stacked by `nn.scan`, and large enough for a wgrad GEMM of
+    their own, as all of experts are.
     """
     added: dict[LayerPath, None] = {}
     for path in [*gemms, *_states(fp8_state)]:
-        kernels = [at_path(sums, kernel) for kernel in kernel_paths(path)]
-        if not kernels or any(getattr(kernel, "ndim", None) != 2 for kernel in kernels):
+        kernels, of_experts = [at_path(sums, kernel) for kernel in kernel_paths(path)], is_of_experts(path)
+        if not kernels or any(getattr(kernel, "ndim", None) != 2 + of_experts for kernel in kernels):
             continue
-        if not share_wgrad(kernels[0].shape[0], tuple(kernel.shape[1] for kernel in kernels)):
+        if of_experts or not share_wgrad(kernels[0].shape[0], tuple(kernel.shape[1] for kernel in kernels)):
             added |= dict.fromkeys(kernel_paths(path))
     return list(added)
 

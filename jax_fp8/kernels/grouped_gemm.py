@@ -1,7 +1,8 @@
 """FP8 products of groups of rows, each group with a matrix of its own: the GEMMs of a mixture of experts.
 
     grouped_matmul            d[r, n] = (a[r, k] * a.scale) · (b[e, n, k] * b.scale)ᵀ            the rows r of group e
-    grouped_weight_gradient   d[e, m, n] = Σ (a[m, r] * a.scale) · (b[n, r] * b.scale)ᵀ     over the rows r of group e
+    grouped_weight_gradient   d[e, m, n] = Σ (a[m, r] * a.scale) · (b[n, r] * b.scale)ᵀ     over the rows r of group e;
+                              times alpha, plus c[e, m, n]
 
 Group e has the rows from `starts[e]` to `starts[e + 1]`, a number that only the device knows; the most that all groups
 have together is a shape. Every group begins at a multiple of 128 and is padded with zeros. So a block of 128 rows
@@ -78,7 +79,13 @@ def grouped_matmul(
 
 
 def grouped_weight_gradient(
-    a: Fp8Array, b: Fp8Array, starts: jax.Array, *, dtype: jax.typing.DTypeLike = jnp.float32
+    a: Fp8Array,
+    b: Fp8Array,
+    starts: jax.Array,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    c: jax.Array | None = None,
+    alpha: float = 1.0,
 ) -> jax.Array:
     """For each group, multiply its columns of `a` (m, rows) by the transpose of those of `b` (n, rows).
 
@@ -86,19 +93,24 @@ def grouped_weight_gradient(
       a, b: as of `grouped_matmul`; by tile, `a` has lines of 1 x 128 and `b` squares of 128 x 128.
       starts: i32[experts + 1], as there.
       dtype: of the result: bfloat16, float16 or float32.
+      c: (experts, m, n) in `dtype`, which is added. The result is written over it where it is donated or dead.
+      alpha: by which the product is multiplied.
 
     Returns:
-      (experts, m, n) in `dtype`; zeros for a group without rows.
+      (experts, m, n) in `dtype`; for a group without rows zeros, or `c`.
     """
     _check_operands("grouped_weight_gradient", a, b, dtype, "a (m, rows) and b (n, rows)", (2, 2))
     _check_sizes("grouped_weight_gradient", a, b, {"m": a.shape[0], "n": b.shape[0]}, a.shape[1])
     experts = starts.size // shards_of(starts, 0) - 1 if is_array(starts) else 0
     _check_starts("grouped_weight_gradient", starts, a.values, 1, experts)
-    tiles = _tiles(a, b)
-    rule = f"m r, n r, {_scale_dims(a, 'm r')}, {_scale_dims(b, 'n r')}, s -> e m n"
-    settings = {"dtype": jnp.dtype(dtype), "tiles": tiles, "experts": experts}
+    shape = (experts, a.shape[0], b.shape[0])
+    if c is not None and (c.shape, c.dtype) != (shape, dtype):
+        raise ValueError(f"grouped_weight_gradient needs c {jnp.dtype(dtype)}{shape}, got {c.dtype}{c.shape}; cast it")
+    tiles, added = _tiles(a, b), () if c is None else (c,)
+    rule = f"m r, n r, {_scale_dims(a, 'm r')}, {_scale_dims(b, 'n r')}, s{', e m n' * len(added)} -> e m n"
+    settings = {"dtype": jnp.dtype(dtype), "tiles": tiles, "experts": experts, "alpha": float(alpha)}
     kernel, reference = (partial(_gradient, rule, of, **settings) for of in (_gradient_kernel, _gradient_reference))
-    operands = a.values, b.values, a.scale, b.scale, starts
+    operands = a.values, b.values, a.scale, b.scale, starts, *added
     return dispatch(rule, kernel if tiles in GRADIENT_SCALINGS else None, reference, *operands)[0]
 
 
@@ -130,15 +142,21 @@ def _gradient(
     a_scale: jax.Array,
     b_scale: jax.Array,
     starts: jax.Array,
+    *c: jax.Array,
     split: Split,
     dtype: jax.typing.DTypeLike,
     tiles: Tiles,
     experts: int,
+    alpha: float,
 ):
     own = _own_groups(split, starts, experts, "r")
     operands = _with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts))
-    made_in = jnp.dtype(jnp.float32) if own else dtype
-    d = psum(product(operands, tiles, made_in), own, "r").astype(dtype)
+    c = tuple(gathered(x, split, "e", "m", "n") for x in c)
+    if own:  # the sum over devices comes first
+        d = psum(product(operands, tiles, jnp.dtype(jnp.float32), alpha), own, "r")
+        d = sum(c, d).astype(dtype)
+    else:
+        d = product(operands, tiles, dtype, alpha, *c)
     return (_part_of_shard(d, split, own, ("e", "m", "n")),)
 
 
@@ -155,7 +173,7 @@ def _with_whole(rule: str, split: Split, own: Split, tiles: Tiles, operands: Ope
         if tile is not None:
             check_whole_tiles(split, dims, x.shape, tile)
     others = {dim: axes for dim, axes in split.items() if dim not in own}
-    a, b, a_scale, b_scale, starts = (gathered(x, others, *dims) for x, dims in zip(operands, inputs, strict=True))
+    a, b, a_scale, b_scale, starts = (gathered(x, others, *dims) for x, dims in zip(operands, inputs, strict=False))
     return a, b, a_scale, b_scale, starts
 
 
@@ -179,18 +197,24 @@ def _matmul_kernel(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike
     return _call(TARGET, partial(call, side_by_side=side_by_side), operands, SCALINGS[tiles], tiles)
 
 
-def _gradient_kernel(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike):
+def _gradient_kernel(
+    operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike, alpha: float, *c: jax.Array
+) -> jax.Array:
     a, b, *_, starts = operands
-    call = jax.ffi.ffi_call(GRADIENT_TARGET, jax.ShapeDtypeStruct((starts.size - 1, a.shape[0], b.shape[0]), dtype))
-    return _call(GRADIENT_TARGET, call, operands, GRADIENT_SCALINGS[tiles], tiles)
+    result = jax.ShapeDtypeStruct((starts.size - 1, a.shape[0], b.shape[0]), dtype)
+    call = jax.ffi.ffi_call(GRADIENT_TARGET, result, input_output_aliases={len(operands): 0} if c else None)
+    scaling = GRADIENT_SCALINGS[tiles]
+    return _call(GRADIENT_TARGET, partial(call, alpha=np.float32(alpha)), operands, scaling, tiles, *c)
 
 
-def _call(target: str, call: Callable[..., jax.Array], operands: Operands, scaling: str, tiles: Tiles) -> jax.Array:
+def _call(
+    target: str, call: Callable[..., jax.Array], operands: Operands, scaling: str, tiles: Tiles, *c: jax.Array
+) -> jax.Array:
     check_target(target)
     a, b, a_scale, b_scale, starts = operands
     if scaling:
         a_scale, b_scale = scales_as_read(a_scale, tiles[0]), scales_as_read(b_scale, tiles[1])
-    return call(a, b, a_scale, b_scale, starts, scaling=scaling)
+    return call(a, b, a_scale, b_scale, starts, *c, scaling=scaling)
 
 
 def _matmul_reference(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike, side_by_side: bool):
@@ -208,7 +232,9 @@ def _matmul_reference(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeL
     return (total * factor).astype(dtype)
 
 
-def _gradient_reference(operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike):
+def _gradient_reference(
+    operands: Operands, tiles: Tiles, dtype: jax.typing.DTypeLike, alpha: float, *c: jax.Array
+) -> jax.Array:
     a, b, a_scale, b_scale, starts = operands
     a, b, factor, precision = _numbers(a, b, a_scale, b_scale, tiles)
     row = jnp.arange(a.shape[1])
@@ -220,7 +246,7 @@ def _gradient_reference(operands: Operands, tiles: Tiles, dtype: jax.typing.DTyp
         return None, _product(own, other, precision)
 
     _, products = lax.scan(of_group, None, (starts[:-1], starts[1:]))
-    return (products * factor).astype(dtype)
+    return sum(c, products * (factor * np.float32(alpha))).astype(dtype)
 
 
 def _numbers(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, tiles: Tiles):

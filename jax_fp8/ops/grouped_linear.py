@@ -12,6 +12,7 @@ reads its matrices where they are, side by side.
 Kernels may stand side by side, as in ops/passes.py. There is no bias.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -23,6 +24,7 @@ from jax import lax
 from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.explicit import explicit_spec
 from jax_fp8.kernels.gemm import RESULT_DTYPES
 from jax_fp8.kernels.grouped_gemm import grouped_matmul, grouped_weight_gradient
@@ -158,20 +160,30 @@ def backward_wgrad(
     gemm: Fp8Gemm,
     widths: tuple[int, ...],
 ) -> LinearParameters:
-    """wgrad: the gradient of each kernel (experts, k, n_i), by a GEMM of its own, in the dtype of the params.
+    """wgrad: the gradient of each kernel (experts, k, n_i), by a GEMM of its own, in the dtype of the params; or None,
+    where the record has a sum of such gradients, to which the GEMM adds.
 
     Rows of dyᵀ are cut, one byte an element, rather than columns of the gradients, four bytes.
     """
-    gradients, likes = [], infos_of(parameters_like.kernel)
     assert residual.x_transposed is not None, "kept, or made again"
-    for like, width, end in zip(likes, widths, accumulate(widths), strict=True):
-        written = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
+    sums, gradients = gemm.record.gradient, []
+    for i, (like, end) in enumerate(zip(infos_of(parameters_like.kernel), accumulate(widths), strict=True)):
         with jax.named_scope(f"{gemm.name}/wgrad"):
-            rows = _some_rows(dy.columnwise, end - width, end)
-            gradient = grouped_weight_gradient(residual.x_transposed, rows, starts, dtype=written)
-        gradients.append(like.place(gradient.astype(like.dtype)))
-    in_parts = isinstance(parameters_like.kernel, tuple)
-    return LinearParameters(tuple(gradients) if in_parts else gradients[0], None)
+            rows = _some_rows(dy.columnwise, end - widths[i], end)
+            product = partial(grouped_weight_gradient, residual.x_transposed, rows, starts)
+            gradients.append(_written(product, like) if sums is None else _added(product, sums.refs[i], sums.weight))
+    dkernel: PyTree = tuple(gradients) if isinstance(parameters_like.kernel, tuple) else gradients[0]
+    return LinearParameters(dkernel, None)
+
+
+def _written(product: Callable[..., jax.Array], like: ParamInfo) -> jax.Array:
+    dtype = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
+    return like.place(product(dtype=dtype).astype(like.dtype))
+
+
+def _added(product: Callable[..., jax.Array], ref: jax.Ref, weight: float) -> None:
+    total = ref[...]
+    ref[...] = ParamInfo.from_arrays(total).place(product(dtype=jnp.float32, c=total, alpha=weight))
 
 
 def _some_rows(array: Fp8Array, first: int, end: int) -> Fp8Array:

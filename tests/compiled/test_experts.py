@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fp8 as fp8
+from jax_fp8.grads import tape
 from jax_fp8.inspect.hlo import CALLS, by_computation, executed
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.grouped_gemm import GRADIENT_TARGET, TARGET, grouped_matmul
@@ -106,6 +107,17 @@ def transposed(program) -> int:
     )
 
 
+def passes_over_sums(program) -> int:
+    """How often XLA itself makes arrays in float32 of the size of an expert kernel's gradient: zeros, or sums. A custom
+    call of which XLA cuts an operand is a fusion with the scope of the call.
+    """
+    (entry,) = {i.computation for i in program.instructions if i.in_entry}
+    ran = executed(by_computation(program.instructions), entry, CALLS)
+    sizes = [("f32", (EXPERTS, WIDTH, HIDDEN)), ("f32", (EXPERTS, HIDDEN, WIDTH))]
+    own = [(i, times) for i, times in ran if i.launches and not i.target and "/wgrad/" not in i.op_name]
+    return sum(times * sum((made.dtype, made.shape) in sizes for made in i.results) for i, times in own)
+
+
 # Every recipe on one device and on two, and with one microbatch and with two; the others are slow.
 FAST = {("delayed", 1, 1), ("delayed", 2, 2), ("current", 2, 1), ("current", 1, 2), ("block", 1, 1), ("block", 2, 2)}
 STEPS = [
@@ -138,6 +150,15 @@ def test_the_optimizer_writes_the_kernels_of_a_cache(name, microbatches, monkeyp
     assert (program.report.weight_casts, keep.kernels, cast.weight_casts) == (0, 0, WEIGHTS)
     assert program.report.weight_copies == () and transposed(program) == 0
     assert (program.graphs, dict(program.outside_graphs)) == (1, {})
+
+
+def test_gradients_of_experts_are_added_by_the_gemms(monkeypatch, with_kernels):
+    """In a loop over microbatches XLA only makes their first zeros. Negative control: it could add them, too."""
+    h200.use_cudnn(monkeypatch)
+    kernels = 3  # gate, up, down
+    assert passes_over_sums(compiled("delayed", microbatches=2)) == kernels
+    monkeypatch.setattr(tape, "added_by_gemms", lambda *_: [])
+    assert passes_over_sums(compiled("delayed", microbatches=2)) >= 3 * kernels
 
 
 def test_padding_is_left_out_in_the_same_graph(monkeypatch, with_kernels):

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from emulation import ORDERS, EmulationError, Result, compile_for_cpu, planted
+from emulation import ORDERS, EmulationError, InPlace, Result, compile_for_cpu, planted
 
 NONE, ROWS, DEPTH = range(3)  # in the order of Groups
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
@@ -14,14 +14,14 @@ ENTRY = """
 extern "C" int grouped_gemm(int64_t kind, int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_type,
                             int64_t b_type, int64_t by_tile, int64_t d_type, double alpha, const void* a,
                             const void* b, const float* a_scale, const float* b_scale, const void* bias, const void* c,
-                            const int32_t* starts, void* d, int64_t side_by_side) {
+                            const int32_t* starts, void* d, int64_t side_by_side, int64_t in_place) {
   using namespace jax_fp8;
   using namespace jax_fp8::grouped_gemm;
   const ProductShape shape = {static_cast<int>(m), static_cast<int>(n), static_cast<int>(k), static_cast<int>(groups)};
   const Problem problem = {static_cast<Groups>(kind),     shape,        static_cast<Fp8Type>(a_type),
                            static_cast<Fp8Type>(b_type),  by_tile != 0, static_cast<SourceType>(d_type),
                            static_cast<float>(alpha),     side_by_side != 0};
-  const Operands operands = {a, b, a_scale, b_scale, bias, c, starts, d};
+  const Operands operands = {a, b, a_scale, b_scale, bias, in_place != 0 ? d : c, starts, d};
   const std::string error = enqueue(problem, operands, nullptr);
   return error.empty() ? 0 : 1;
 }
@@ -41,9 +41,9 @@ class Product:
 
     def __init__(
         self, kind, m, n, k, *, by_tile, d, sizes=None, a=E4M3, b=E4M3, bias=False, c=False, alpha=1.0,
-        side_by_side=False,
+        side_by_side=False, in_place=False,
     ):  # fmt: skip
-        self.side_by_side = side_by_side
+        self.side_by_side, self.in_place = side_by_side, in_place  # matrices of b; the result over c
         self.kind, self.m, self.n, self.k, self.by_tile, self.d, self.alpha = kind, m, n, k, by_tile, d, alpha
         self.groups = 1 if sizes is None else len(sizes)
         self.starts = None if sizes is None else np.cumsum([0, *sizes]).astype(np.int32)
@@ -61,12 +61,15 @@ class Product:
 
     def run(self, changes=(), orders=tuple(ORDERS)):
         b = np.ascontiguousarray(self.b.swapaxes(0, 1)) if self.side_by_side else self.b
-        operands = [self.a, b, self.a_scale, self.b_scale, self.bias, self.c, self.starts]
+        c = None if self.in_place else self.c
+        operands = [self.a, b, self.a_scale, self.b_scale, self.bias, c, self.starts]
         types = [FP8.index(self.a.dtype), FP8.index(self.b.dtype), self.by_tile, SOURCES.index(self.d), self.alpha]
         result = Result((self.groups if self.kind == DEPTH else 1, self.m, self.n), self.d)
+        result = InPlace(self.c) if self.in_place else result
         kernels = compile_for_cpu("grouped_gemm.cu", ENTRY, changes)
         shape = (self.kind, self.m, self.n, self.k, self.groups)
-        (d,) = kernels.call("grouped_gemm", *shape, *types, *operands, result, self.side_by_side, orders=orders)
+        switches = self.side_by_side, self.in_place
+        (d,) = kernels.call("grouped_gemm", *shape, *types, *operands, result, *switches, orders=orders)
         return d
 
     def values(self):
@@ -124,6 +127,8 @@ PRODUCTS = {
     "groups of rows, E5M2": Product(ROWS, 512, 264, 128, by_tile=False, d=F16, sizes=[384, 0], a=E5M2),
     "groups of depth": Product(DEPTH, 264, 136, 768, by_tile=False, d=F32, sizes=[384, 0, 128, 256]),
     "groups of depth, by tile": Product(DEPTH, 136, 264, 640, by_tile=True, d=BF16, sizes=[0, 384, 128], c=True),
+    "groups of depth, in place": Product(DEPTH, 264, 136, 768, by_tile=False, d=F32, sizes=[384, 0, 128], b=E5M2, c=True,
+        alpha=0.25, in_place=True),
     "groups of depth, E5M2": Product(DEPTH, 136, 136, 512, by_tile=False, d=BF16, sizes=[256, 128], b=E5M2),
 }  # fmt: skip
 

@@ -92,6 +92,13 @@ def check_product(report: Report, group, label, a, b, starts, dtype, is_gradient
 
         (again, _) = twice_over_poison(jax.jit(of_one), a, matrices, b.scale, jnp.asarray(starts))
         report.bits(group, again, first, f"{label}: matrices side by side")
+    elif dtype == jnp.float32:
+        c = jnp.asarray(np.random.default_rng(2).normal(size=first.shape), jnp.float32)
+        add = jax.jit(lambda a, b, starts, c: grouped_weight_gradient(a, b, starts, c=c, alpha=0.5), donate_argnums=3)
+        for added in twice_over_poison(lambda *given: add(*given, jnp.array(c)), a, b, jnp.asarray(starts)):
+            off = np.abs(added - (0.5 * first.astype(np.float64) + np.asarray(c, np.float64)))
+            small = 2.0**-22 * (np.abs(first) + np.abs(np.asarray(c)))
+            report.expect(group, bool((off <= small).all()), f"{label}: added to a sum")
     one, other = exact(a), exact(b)
 
     def fits(one, other, starts) -> bool:

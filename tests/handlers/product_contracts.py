@@ -66,7 +66,9 @@ def grouped() -> Iterator[Call]:
         a_scale = floats(tiles(rows), filled_up(m)) if scaling else ONE
         b_scale = floats(tiles(n), filled_up(tiles(rows))) if scaling else ONE
         operands = (a, b, a_scale, b_scale, starts_of(128, 256))
-        yield Call("grouped_gemm_weight_gradient", operands, (Buffer(d, (groups, m, n)),), {"scaling": scaling})
+        c = (Buffer(d, (groups, m, n), 31),) if d != BF16 else ()
+        how = {"scaling": scaling, "alpha": np.float32(0.5 if c else 1)}
+        yield Call("grouped_gemm_weight_gradient", (*operands, *c), (Buffer(d, (groups, m, n)),), how)
 
 
 def gemm() -> Iterator[Call]:

@@ -188,12 +188,36 @@ def test_rows_that_a_mesh_splits(kind, by_tile, monkeypatch, traced_anew):
             lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(*spec) if leaf.ndim == len(spec) else P())), tree
         )
 
+    c = np.random.default_rng(5).normal(size=wanted_gradient.shape).astype(np.float32)
     with jax.set_mesh(mesh) if explicit else nullcontext():
         first = placed(jnp.asarray(starts), "data" if is_own else None)
         product = jax.jit(lambda a, b, s: grouped_matmul(a, b, s, dtype=jnp.float32))(placed(a, "data", None), b, first)
-        gradient = jax.jit(grouped_weight_gradient)(placed(x, None, "data"), placed(dy, None, "data"), first)
+        operands = placed(x, None, "data"), placed(dy, None, "data"), first
+        gradient = jax.jit(grouped_weight_gradient)(*operands)
+        added = jax.jit(lambda *of, c: grouped_weight_gradient(*of, c=c, alpha=0.5))(*operands, c=c)
     assert_close(product, wanted, "gemm_float32")
     assert_close(gradient, wanted_gradient, "gemm_float32")
+    assert_close(added, wanted_gradient / 2 + c, "gemm_float32")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_gradient_that_is_added_to_a_sum(dtype):
+    """Negative control: with another factor."""
+    starts, rows = starts_of("uneven")
+    x, dy = operand(2, (K, rows)), operand(3, (N, rows), E5M2)
+    c = jnp.asarray(np.random.default_rng(4).normal(size=(3, K, N)), dtype)
+
+    @jax.jit
+    def added(x, dy, starts, c):
+        return grouped_weight_gradient(x, dy, starts, dtype=dtype, c=c, alpha=0.25)
+
+    found = added(x, dy, starts, c)
+    plain, products = np.asarray(c, np.float64), dense_gradient(x, dy, starts)
+    assert found.dtype == dtype
+    assert_close(found, plain + 0.25 * products, f"gemm_{jnp.dtype(dtype).name}")
+    with pytest.raises(AssertionError):
+        assert_close(found, plain + 0.3 * products, f"gemm_{jnp.dtype(dtype).name}")
+    assert_same_bits(found[1], c[1])  # of a group without rows
 
 
 def test_lowering_for_cuda(with_kernels):
@@ -231,6 +255,7 @@ def test_refusals():
     a, b, s = operand(0, (rows, K)), operand(1, (3, N, K)), jnp.asarray(starts)
     x, dy = operand(2, (K, rows)), operand(3, (N, rows))
     e5m2 = operand(0, (rows, K), E5M2), operand(1, (3, N, K), E5M2)
+    in_16 = jnp.zeros((3, K, N), jnp.bfloat16)
     refused = [
         ("needs Fp8Arrays, got float32", lambda: grouped_matmul(jnp.ones((128, 16)), b, s)),
         (r"needs a \(rows, k\) and b \(experts, n, k\)", lambda: grouped_matmul(a, operand(1, (N, K)), s)),
@@ -244,6 +269,10 @@ def test_refusals():
         ("needs m to be a multiple of 16", lambda: grouped_weight_gradient(operand(0, (8, rows)), dy, s)),
         (r"needs starts i32\[experts \+ 1\]", lambda: grouped_weight_gradient(x, dy, s[:1])),
         (r"needs starts i32\[experts \+ 1\], .*got a list", lambda: grouped_weight_gradient(x, dy, [0, 128])),
+        (
+            r"needs c float32\(3, 48, 32\), got bfloat16\(3, 48, 32\)",
+            lambda: grouped_weight_gradient(x, dy, s, c=in_16),
+        ),
     ]
     for sentence, call in refused:
         with pytest.raises(ValueError, match=sentence):

@@ -127,8 +127,8 @@ PRODUCTS = {
     "groups of rows, E5M2": Product(ROWS, 512, 264, 128, by_tile=False, d=F16, sizes=[384, 0], a=E5M2),
     "groups of depth": Product(DEPTH, 264, 136, 768, by_tile=False, d=F32, sizes=[384, 0, 128, 256]),
     "groups of depth, by tile": Product(DEPTH, 136, 264, 640, by_tile=True, d=BF16, sizes=[0, 384, 128], c=True),
-    "groups of depth, in place": Product(DEPTH, 264, 136, 768, by_tile=False, d=F32, sizes=[384, 0, 128], b=E5M2, c=True,
-        alpha=0.25, in_place=True),
+    "groups of depth, in place": Product(DEPTH, 264, 136, 768, by_tile=False, d=F32, sizes=[384, 0, 128], b=E5M2,
+        c=True, alpha=0.25, in_place=True),
     "groups of depth, E5M2": Product(DEPTH, 136, 136, 512, by_tile=False, d=BF16, sizes=[256, 128], b=E5M2),
 }  # fmt: skip
 

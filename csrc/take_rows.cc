@@ -17,7 +17,7 @@ ffi::Error take_rows(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer sourc
       .dtype("sources", sources, {ffi::S32});
   if (!checks.passed()) return checks.error();
   const int64_t of_x = x.dimensions()[0], cols = x.dimensions()[1], rows = sources.dimensions()[0];
-  const bool transposes = transpose->element_count() > 0;
+  const bool transposes = !is_empty(*transpose);
   checks.require(cols % kMultiple == 0, "x", x, "have a last dim that is a multiple of 16")
       .require(!transposes || rows % kMultiple == 0, "sources", sources, "be as many as a multiple of 16")
       .dtype("the result", *taken, {x.element_type()})

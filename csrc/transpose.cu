@@ -63,7 +63,7 @@ cudaError_t launch_transpose(const TransposeArguments& arguments, cudaStream_t s
   const auto tiles_per_row = static_cast<unsigned>(divide_up(arguments.cols, ByteTile::kCols));
   const auto tiles = static_cast<unsigned>(divide_up(arguments.rows, kTileRows) * tiles_per_row);
   kernel<<<tiles, kByteTileThreads, 0, stream>>>(arguments.x, arguments.transpose, arguments.rows, arguments.cols,
-                                         tiles_per_row);
+                                                 tiles_per_row);
   return cudaGetLastError();
 }
 

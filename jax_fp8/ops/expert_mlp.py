@@ -198,12 +198,10 @@ def _rows_again(where: ExpertRows, x: jax.Array, cast: Cast) -> Fp8Pair:
 
 def _rows_of(tokens: Fp8Pair, where: ExpertRows, keep: bool) -> Fp8Pair:
     """The rows of tokens with one scale in the groups of their experts, with `keep` in both orientations."""
-    cast = tokens.rowwise
-    if where.travel is not None:
-        (own,) = take_own_rows_of_fp8(cast.values, where, transposes=False)
-        return whole_pair(replace(cast, values=send_rows(own, where.travel)), tokens, keep)
+    cast, travel = tokens.rowwise, where.travel
+    taken = take_own_rows_of_fp8(cast.values, where, transposes=keep and travel is None)
+    if travel is not None:
+        return whole_pair(replace(cast, values=send_rows(taken[0], travel)), tokens, keep)
     if keep:
-        own, transpose = take_own_rows_of_fp8(cast.values, where, transposes=True)
-        return Fp8Pair.with_shared_scale(own, transpose, cast.scale, tokens.amax)
-    (own,) = take_own_rows_of_fp8(cast.values, where, transposes=False)
-    return Fp8Pair(replace(cast, values=own), None, tokens.amax)
+        return Fp8Pair.with_shared_scale(taken[0], taken[1], cast.scale, tokens.amax)
+    return Fp8Pair(replace(cast, values=taken[0]), None, tokens.amax)

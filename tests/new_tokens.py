@@ -112,10 +112,13 @@ def make_haystack(slot, **shape):
     problem = make(**shape | {"lengths": [shape["prompt_slots"]] * shape.get("batch", 2)})
     query = problem.query[:, :, :1].repeat(problem.query.shape[2], axis=2)
     key = query[:, :, 0].astype(np.float32)
-    problem.keys[:, :, slot] = key.astype(problem.keys.dtype)
-    if problem.scales is not None:
-        np.minimum(problem.scales[0], 0.5, out=problem.scales[0])
+    # Of 32,768 keys as large as the needle, some would be nearly as near to a query.
+    if problem.scales is None:
+        problem.keys[...] = (problem.keys.astype(np.float32) / 4).astype(problem.keys.dtype)
+    else:
+        np.minimum(problem.scales[0], 0.25, out=problem.scales[0])
         problem.scales[0][:, :, slot] = 1
+    problem.keys[:, :, slot] = key.astype(problem.keys.dtype)
     largest = np.sum(np.square(key), axis=-1).min()  # of all heads the smallest product with the needle
     return replace(problem, query=query, scale=float(np.log(20 * shape["slots"]) / largest))
 

@@ -44,7 +44,8 @@ struct Inputs {
   ActivationInputs value;
 };
 
-Inputs inputs_of(const char* operation, std::string_view name, const ffi::AnyBuffer& x, const ffi::AnyBuffer* dy) {
+Inputs inputs_of(const char* operation, std::string_view name, const ffi::AnyBuffer& x, const ffi::AnyBuffer* dy,
+                 const ffi::RemainingArgs& row_weights) {
   Inputs inputs{Checks(operation), {}};
   const NamedActivation* found = find_activation(name);
   inputs.checks.require(found, "x", x, "come with one of the known activations, not \"" + std::string(name) + "\"")
@@ -54,9 +55,16 @@ Inputs inputs_of(const char* operation, std::string_view name, const ffi::AnyBuf
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1], parts = found->gated ? 2 : 1;
   inputs.checks.require(cols % parts == 0, "x", x, "have an even number of columns, gate and linear");
   if (dy) inputs.checks.dtype("dy", *dy, {x.element_type()}).shape("dy", *dy, {rows, cols / parts});
+  inputs.checks.require(row_weights.size() <= 1, "x", x, "come with one operand of row weights, or none");
+  const auto weights = row_weights.get<ffi::AnyBuffer>(0);
+  if (weights.has_value()) {
+    inputs.checks.dtype("row_weights", *weights, {ffi::F32}).shape("row_weights", *weights, {rows});
+  }
+  if (!inputs.checks.passed()) return inputs;
   inputs.value = {
       .dy = dy ? dy->untyped_data() : nullptr,
       .x = x.untyped_data(),
+      .row_weights = weights.has_value() ? weights->typed_data<float>() : nullptr,
       .type = *source_type(x.element_type()),
       .activation = found->activation,
       .gated = found->gated,
@@ -95,11 +103,12 @@ ActivationArguments arguments_of(const ActivationInputs& inputs, const Results& 
   };
 }
 
-ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::Result<ffi::AnyBuffer> values,
-                    ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
-                    ffi::Result<ffi::AnyBuffer> scale, ActivationAttributes attributes) {
+ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::RemainingArgs row_weights,
+                    ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                    ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
+                    ActivationAttributes attributes) {
   const auto& [activation, rule] = attributes;
-  Inputs inputs = inputs_of(kQuantize, activation, x, nullptr);
+  Inputs inputs = inputs_of(kQuantize, activation, x, nullptr, row_weights);
   const Results results{source, *values, *values_t, *amax, *scale};
   if (inputs.checks.passed()) check(inputs.checks, results, inputs.value.rows, inputs.value.width, rule);
   if (!inputs.checks.passed()) return inputs.checks.error();
@@ -107,13 +116,13 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source
 }
 
 ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::AnyBuffer source,
-                             ffi::AnyBuffer activated_scale, ffi::Result<ffi::AnyBuffer> values,
-                             ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> activated_t,
-                             ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
-                             ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> partial_sums,
-                             ActivationAttributes attributes) {
+                             ffi::AnyBuffer activated_scale, ffi::RemainingArgs row_weights,
+                             ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                             ffi::Result<ffi::AnyBuffer> activated_t, ffi::Result<ffi::AnyBuffer> amax,
+                             ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> sums,
+                             ffi::Result<ffi::AnyBuffer> partial_sums, ActivationAttributes attributes) {
   const auto& [activation, rule] = attributes;
-  Inputs inputs = inputs_of(kBackwardQuantize, activation, x, &dy);
+  Inputs inputs = inputs_of(kBackwardQuantize, activation, x, &dy, row_weights);
   const Results results{source, *values, *values_t, *amax, *scale};
   if (inputs.checks.passed()) {
     const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
@@ -131,12 +140,12 @@ ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   return launch_result(kBackwardQuantize, launch_activation_backward_quantize(arguments, stream));
 }
 
-ffi::Error quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> values,
-                            ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
-                            ffi::Result<ffi::AnyBuffer> scales, ffi::Result<ffi::AnyBuffer> scales_t,
-                            ActivationTileAttributes attributes) {
+ffi::Error quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs row_weights,
+                            ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                            ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scales,
+                            ffi::Result<ffi::AnyBuffer> scales_t, ActivationTileAttributes attributes) {
   const auto& [activation, rule] = attributes;
-  Inputs inputs = inputs_of(kQuantizeByTile, activation, x, nullptr);
+  Inputs inputs = inputs_of(kQuantizeByTile, activation, x, nullptr, row_weights);
   const TileBuffers buffers{*values, *values_t, *amax, *scales, *scales_t};
   if (inputs.checks.passed()) check_by_tile(inputs.checks, buffers, inputs.value.rows, inputs.value.width, rule);
   if (!inputs.checks.passed()) return inputs.checks.error();
@@ -151,13 +160,14 @@ ffi::Error quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<f
 }
 
 ffi::Error backward_quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
-                                     ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
-                                     ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scales,
-                                     ffi::Result<ffi::AnyBuffer> scales_t, ffi::Result<ffi::AnyBuffer> activated_t,
+                                     ffi::RemainingArgs row_weights, ffi::Result<ffi::AnyBuffer> values,
+                                     ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
+                                     ffi::Result<ffi::AnyBuffer> scales, ffi::Result<ffi::AnyBuffer> scales_t,
+                                     ffi::Result<ffi::AnyBuffer> activated_t,
                                      ffi::Result<ffi::AnyBuffer> activated_scales_t, ffi::Result<ffi::AnyBuffer> sums,
                                      ffi::Result<ffi::AnyBuffer> partial_sums, ActivationTileAttributes attributes) {
   const auto& [activation, rule] = attributes;
-  Inputs inputs = inputs_of(kBackwardQuantizeByTile, activation, x, &dy);
+  Inputs inputs = inputs_of(kBackwardQuantizeByTile, activation, x, &dy, row_weights);
   const TileBuffers buffers{*values, *values_t, *amax, *scales, *scales_t};
   if (inputs.checks.passed()) {
     const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1], width = inputs.value.width;
@@ -178,46 +188,96 @@ ffi::Error backward_quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer dy, ffi
   return launch_result(kBackwardQuantizeByTile, launch_activation_backward_quantize_by_tile(arguments, stream));
 }
 
-ffi::Error amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result,
-                std::string_view activation) {
-  Inputs inputs = inputs_of(kAmax, activation, x, nullptr);
+ffi::Error amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs row_weights,
+                ffi::Result<ffi::AnyBuffer> result, std::string_view activation) {
+  Inputs inputs = inputs_of(kAmax, activation, x, nullptr, row_weights);
   inputs.checks.float32_scalar("the result", *result);
   if (!inputs.checks.passed()) return inputs.checks.error();
   return launch_result(kAmax, launch_activation_amax(inputs.value, result->typed_data<float>(), stream));
 }
 
-ffi::Error backward_amax(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result,
-                         std::string_view activation) {
-  Inputs inputs = inputs_of(kBackwardAmax, activation, x, &dy);
+ffi::Error backward_amax(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs row_weights,
+                         ffi::Result<ffi::AnyBuffer> result, std::string_view activation) {
+  Inputs inputs = inputs_of(kBackwardAmax, activation, x, &dy, row_weights);
   inputs.checks.float32_scalar("the result", *result);
   if (!inputs.checks.passed()) return inputs.checks.error();
   return launch_result(kBackwardAmax,
                        launch_activation_backward_amax(inputs.value, result->typed_data<float>(), stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(quantizing, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
+auto bind_stream() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
 
-XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize, BoundByParameters(),
+XLA_FFI_DEFINE_HANDLER(quantizing, quantize,
+                       bind_stream()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // source
+                           .RemainingArgs()        // row_weights
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scale
+                           .Attrs<ActivationAttributes>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(tiling, quantize_by_tile, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize,
+                       bind_stream()
+                           .Arg<ffi::AnyBuffer>()  // dy
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // source
+                           .Arg<ffi::AnyBuffer>()  // activated_scale
+                           .RemainingArgs()        // row_weights
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // activated_t
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scale
+                           .Ret<ffi::AnyBuffer>()  // sums
+                           .Ret<ffi::AnyBuffer>()  // partial_sums
+                           .Attrs<ActivationAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(backward_tiling, backward_quantize_by_tile, BoundByParameters(),
+XLA_FFI_DEFINE_HANDLER(tiling, quantize_by_tile,
+                       bind_stream()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .RemainingArgs()        // row_weights
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scales
+                           .Ret<ffi::AnyBuffer>()  // scales_t
+                           .Attrs<ActivationTileAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(backward_tiling, backward_quantize_by_tile,
+                       bind_stream()
+                           .Arg<ffi::AnyBuffer>()  // dy
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .RemainingArgs()        // row_weights
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scales
+                           .Ret<ffi::AnyBuffer>()  // scales_t
+                           .Ret<ffi::AnyBuffer>()  // activated_t
+                           .Ret<ffi::AnyBuffer>()  // activated_scales_t
+                           .Ret<ffi::AnyBuffer>()  // sums
+                           .Ret<ffi::AnyBuffer>()  // partial_sums
+                           .Attrs<ActivationTileAttributes>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(measuring, amax,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                       bind_stream()
                            .Arg<ffi::AnyBuffer>()  // x
+                           .RemainingArgs()        // row_weights
                            .Ret<ffi::AnyBuffer>()
                            .Attr<std::string_view>("activation"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(backward_measuring, backward_amax,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                       bind_stream()
                            .Arg<ffi::AnyBuffer>()  // dy
                            .Arg<ffi::AnyBuffer>()  // x
+                           .RemainingArgs()        // row_weights
                            .Ret<ffi::AnyBuffer>()
                            .Attr<std::string_view>("activation"),
                        {ffi::Traits::kCmdBufferCompatible});

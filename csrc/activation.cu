@@ -13,7 +13,8 @@ namespace {
 // ---- the rule of each, element by element ---------------------------------------------------------------------------
 //
 // A rule maps the inputs of one element to the parts of the result. A gradient's rule also returns the activated
-// element as the companion (device/quantize_tile.cuh), which is written transposed only.
+// element as the companion (device/quantize_tile.cuh), which is written transposed only. A weight of the row multiplies
+// dy, and the activated element, which is always the last.
 
 struct Forward {
   static constexpr bool kGated = false, kSums = false;
@@ -80,8 +81,10 @@ struct Activated {
   static constexpr int kHeld = (kInputs > kMade ? kInputs : kMade) * sizeof(T);
   static constexpr int kTileBlocks = kHeld <= 2 ? 4 : kHeld <= 6 ? 2 : 1;
 
-  const T* x;   // [rows, kHalves * width]
-  const T* dy;  // [rows, width]
+  const T* x;                // [rows, kHalves * width]
+  const T* dy;               // [rows, width]
+  const float* row_weights;  // [rows], or null
+  int64_t rows;
   Activation activation;
 
   // Inputs in order: the halves of x, then dy.
@@ -94,17 +97,28 @@ struct Activated {
     for (int input = 0; input < kInputs; ++input) loaded[input] = load_vector(address(input, row, col, width));
   }
 
+  // By tiles a block may also make rows past the last one, of zeros.
+  __device__ float weight(int64_t row) const { return row_weights && row < rows ? __ldg(row_weights + row) : 1.0f; }
+
+  template <typename Function>
+  __device__ static void make_element(Function function, float weight, float (&in)[kInputs], float (&out)[kMade]) {
+    if constexpr (kInputs > kHalves) in[kHalves] *= weight;
+    Rule::apply(function, in, out);
+    out[kMade - 1] *= weight;
+  }
+
   template <int kRows>
-  __device__ void make(int64_t, int64_t, const Vector<T> (&loaded)[kRows][kInputs],
+  __device__ void make(int64_t row, int64_t, const Vector<T> (&loaded)[kRows][kInputs],
                        Vector<T> (&made)[kRows][kMade]) const {
     with_activation<T, Rule::kGated>(activation, [&](auto function) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) make_vectors(function, loaded[r], made[r]);
+      for (int r = 0; r < kRows; ++r) make_vectors(function, weight(row + r), loaded[r], made[r]);
     });
   }
 
   template <typename Function>
-  __device__ static void make_vectors(Function function, const Vector<T> (&loaded)[kInputs], Vector<T> (&made)[kMade]) {
+  __device__ static void make_vectors(Function function, float weight, const Vector<T> (&loaded)[kInputs],
+                                      Vector<T> (&made)[kMade]) {
     float in[kInputs][kVectorWidth], out[kMade][kVectorWidth];
 #pragma unroll
     for (int input = 0; input < kInputs; ++input) unpack(loaded[input], in[input]);
@@ -113,7 +127,7 @@ struct Activated {
       float element_in[kInputs], element_out[kMade];
 #pragma unroll
       for (int input = 0; input < kInputs; ++input) element_in[input] = in[input][i];
-      Rule::apply(function, element_in, element_out);
+      make_element(function, weight, element_in, element_out);
 #pragma unroll
       for (int m = 0; m < kMade; ++m) out[m][i] = element_out[m];
     }
@@ -125,7 +139,8 @@ struct Activated {
     float in[kInputs];
 #pragma unroll
     for (int input = 0; input < kInputs; ++input) in[input] = to_float(*address(input, row, col, width));
-    with_activation<T, Rule::kGated>(activation, [&](auto function) { Rule::apply(function, in, made); });
+    with_activation<T, Rule::kGated>(activation,
+                                     [&](auto function) { make_element(function, weight(row), in, made); });
 #pragma unroll
     for (int m = 0; m < kMade; ++m) made[m] = to_float(from_float<T>(made[m]));
   }
@@ -182,9 +197,9 @@ void with_producer(const ActivationInputs& inputs, Launch launch) {
   const T* x = static_cast<const T*>(inputs.x);
   const T* dy = static_cast<const T*>(inputs.dy);
   if (inputs.gated) {
-    launch(Activated<T, Gated>{x, dy, inputs.activation});
+    launch(Activated<T, Gated>{x, dy, inputs.row_weights, inputs.rows, inputs.activation});
   } else {
-    launch(Activated<T, Plain>{x, dy, inputs.activation});
+    launch(Activated<T, Plain>{x, dy, inputs.row_weights, inputs.rows, inputs.activation});
   }
 }
 

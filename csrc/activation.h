@@ -8,6 +8,8 @@
 // The GEMM after the activation reads its input twice: rowwise in the forward, and transposed in the backward for the
 // weight's gradient. The forward may leave the transpose out, so that no residual holds it until the backward: the
 // gradient's kernel reads x anyway, computes the activation again and writes the transpose then.
+//
+// Rows may have weights: then y is f(x) times the weight of its row, rounded once, and dx is that of this y.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -48,8 +50,9 @@ constexpr const NamedActivation* find_activation(std::string_view name) {
 }
 
 struct ActivationInputs {
-  const void* dy;  // [rows, width]; null for the activation itself
-  const void* x;   // [rows, width], or [rows, 2 * width] of gate and linear
+  const void* dy;            // [rows, width]; null for the activation itself
+  const void* x;             // [rows, width], or [rows, 2 * width] of gate and linear
+  const float* row_weights;  // [rows]; null for ones
   SourceType type;
   Activation activation;
   bool gated;

@@ -68,16 +68,17 @@ extern "C" int by_tile(const void* first, const void* second, const void* third,
 ACTIVATION = """
 using namespace jax_fp8;
 
-static ActivationInputs inputs_of(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated,
-                                  int64_t rows, int64_t width) {
-  return {dy, x, static_cast<SourceType>(type), static_cast<Activation>(activation), gated != 0, rows, width};
+static ActivationInputs inputs_of(const void* dy, const void* x, const float* row_weights, int64_t type,
+                                  int64_t activation, int64_t gated, int64_t rows, int64_t width) {
+  return {dy, x, row_weights, static_cast<SourceType>(type), static_cast<Activation>(activation), gated != 0, rows,
+          width};
 }
 
-extern "C" int quantize(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                        int64_t width, const float* source, int64_t row, int64_t format, uint8_t* values,
-                        uint8_t* values_t, float* amax, float* scale, float* partial, float* sums,
+extern "C" int quantize(const void* dy, const void* x, const float* row_weights, int64_t type, int64_t activation,
+                        int64_t gated, int64_t rows, int64_t width, const float* source, int64_t row, int64_t format,
+                        uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* partial, float* sums,
                         const float* activated_scale, int64_t activated_format, uint8_t* activated_t) {
-  ActivationArguments arguments{.inputs = inputs_of(dy, x, type, activation, gated, rows, width),
+  ActivationArguments arguments{.inputs = inputs_of(dy, x, row_weights, type, activation, gated, rows, width),
                                 .source = {source, {static_cast<int32_t>(row), false, 0, 0.0f, false}},
                                 .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t,
                                 .amax = amax, .scale = scale, .sums = {sums, partial},
@@ -86,19 +87,20 @@ extern "C" int quantize(const void* dy, const void* x, int64_t type, int64_t act
   return dy ? launch_activation_backward_quantize(arguments, nullptr) : launch_activation_quantize(arguments, nullptr);
 }
 
-extern "C" int amax(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                    int64_t width, float* amax) {
-  const ActivationInputs inputs = inputs_of(dy, x, type, activation, gated, rows, width);
+extern "C" int amax(const void* dy, const void* x, const float* row_weights, int64_t type, int64_t activation,
+                    int64_t gated, int64_t rows, int64_t width, float* amax) {
+  const ActivationInputs inputs = inputs_of(dy, x, row_weights, type, activation, gated, rows, width);
   return dy ? launch_activation_backward_amax(inputs, amax, nullptr) : launch_activation_amax(inputs, amax, nullptr);
 }
 
-extern "C" int by_tile(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                       int64_t width, int64_t square, int64_t square_t, int64_t margin, double amax_epsilon,
-                       int64_t power_2_scale, uint8_t* values, uint8_t* values_t, float* amax, float* scales,
-                       float* scales_t, float* sums, float* partial, uint8_t* activated_t, float* activated_scales_t) {
+extern "C" int by_tile(const void* dy, const void* x, const float* row_weights, int64_t type, int64_t activation,
+                       int64_t gated, int64_t rows, int64_t width, int64_t square, int64_t square_t, int64_t margin,
+                       double amax_epsilon, int64_t power_2_scale, uint8_t* values, uint8_t* values_t, float* amax,
+                       float* scales, float* scales_t, float* sums, float* partial, uint8_t* activated_t,
+                       float* activated_scales_t) {
   const TileRule rule{square != 0, square_t != 0, static_cast<int32_t>(margin), static_cast<float>(amax_epsilon),
                       power_2_scale != 0};
-  const ActivationByTileArguments arguments{inputs_of(dy, x, type, activation, gated, rows, width),
+  const ActivationByTileArguments arguments{inputs_of(dy, x, row_weights, type, activation, gated, rows, width),
                                             {rule, values, values_t, amax, scales, scales_t}, {sums, partial},
                                             activated_t, activated_scales_t};
   return dy ? launch_activation_backward_quantize_by_tile(arguments, nullptr)
@@ -125,9 +127,9 @@ static int launch_elements(const ActivationInputs& inputs, float* elements) {
   return cudaGetLastError();
 }
 
-extern "C" int elements(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                        int64_t width, float* elements) {
-  const ActivationInputs inputs = inputs_of(dy, x, type, activation, gated, rows, width);
+extern "C" int elements(const void* dy, const void* x, const float* row_weights, int64_t type, int64_t activation,
+                        int64_t gated, int64_t rows, int64_t width, float* elements) {
+  const ActivationInputs inputs = inputs_of(dy, x, row_weights, type, activation, gated, rows, width);
   return dy ? launch_elements<Backward, GatedBackward>(inputs, elements)
             : launch_elements<Forward, GatedForward>(inputs, elements);
 }

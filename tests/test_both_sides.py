@@ -12,7 +12,7 @@ import pytest
 
 from jax_fp8.core.cast import CastRule
 from jax_fp8.core.formats import E4M3, INPUT, KERNEL, OUTPUT_GRADIENT
-from jax_fp8.kernels.activation import GATED, PLAIN
+from jax_fp8.kernels.activation_functions import GATED, PLAIN
 from jax_fp8.kernels.casting import attributes
 from jax_fp8.kernels.chain import DTYPES, LINKS
 from jax_fp8.kernels.gemm import WORKSPACE_BYTES

@@ -1,7 +1,4 @@
-"""Activations of a Transformer MLP, plain and gated, computed in float32, and the same followed by the cast to FP8.
-
-A gated activation (https://arxiv.org/abs/2002.05202) takes (..., 2n), the gate in the first half, and returns
-`f(gate) * linear`, (..., n).
+"""Activations (kernels/activation_functions.py) followed by the cast to FP8.
 
 An FP8 GEMM follows an activation, and one follows its gradient. So one kernel reads the input and writes the FP8 values
 in the wanted orientations and the amax, and for a gradient also the sums of its columns, the gradient of the bias. The
@@ -14,7 +11,6 @@ Only the weight gradient needs the transpose of y. The backward computes it from
 forward writes one orientation, and only `x` is kept for the backward.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8.core.cast import LINE, Cast
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.kernels.activation_functions import activate, activate_backward, is_gated
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import SCALAR, PairResults, attributes, check_cast, has_kernel, logical_scales, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, pmax, psum
@@ -34,78 +31,51 @@ from jax_fp8.kernels.quantize import column_sums_reference, sums_results
 TARGET = "jax_fp8_activation"
 
 
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """`x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x³)` (https://arxiv.org/abs/1606.08415), as in GPT-2.
-
-    Computed as `x sigmoid(2u)`, the same function: on a GPU an exponential and a division cost less than XLA's float32
-    tanh.
-    """
-    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-
-
-PLAIN = {
-    "gelu": gelu_tanh,
-    "gelu_exact": partial(jax.nn.gelu, approximate=False),
-    "silu": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
-}
-GATED = {"swiglu": PLAIN["silu"], "geglu": PLAIN["gelu"], "reglu": PLAIN["relu"]}
-
-
-def is_gated(activation: str) -> bool:
-    """Whether the activation halves its last dim; raises on an unknown name."""
-    if activation not in PLAIN and activation not in GATED:
-        raise ValueError(f"activation must be one of {(*PLAIN, *GATED)}, got {activation!r}")
-    return activation in GATED
-
-
-def activate(x: jax.Array, activation: str) -> jax.Array:
-    """Apply an activation to (..., n), or a gated one to (..., 2n): (..., n) in the dtype of `x`."""
-    if not is_gated(activation):
-        return PLAIN[activation](x.astype(jnp.float32)).astype(x.dtype)
-    gate, linear = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return (GATED[activation](gate) * linear).astype(x.dtype)
-
-
-def activate_backward(dy: jax.Array, x: jax.Array, activation: str) -> jax.Array:
-    """The gradient of `x`; recomputes the activation from its input."""
-    _, pullback = jax.vjp(partial(activate, activation=activation), x)
-    return pullback(dy)[0]
-
-
-def activation_quantize(x: jax.Array, activation: str, cast: Cast, *, orientations: str = "both") -> Fp8Pair:
+def activation_quantize(
+    x: jax.Array,
+    activation: str,
+    cast: Cast,
+    row_weights: jax.Array | None = None,
+    *,
+    orientations: str = "both",
+) -> Fp8Pair:
     """The cast of `activate(x)` without the tensor in between.
 
     Args:
       x: (m, n), or (m, 2n) for a gated activation; float32, bfloat16 or float16.
       activation: a name in PLAIN or GATED.
       cast: of the activated tensor.
+      row_weights: f32[m], which multiply the rows of the activated tensor; None for ones.
       orientations: "both", "rowwise" or "columnwise".
 
     Returns:
       The activated tensor (m, n) in FP8.
     """
     gated, cast = is_gated(activation), check_cast(cast, x.dtype)
-    _check_input("activation_quantize", x, gated)
-    results = PairResults(cast.rule, orientations)
-    rule = f"{_dims(gated)}, {source_dims(cast)} -> {results.dims('m n', 'n m')}"
+    _check_input("activation_quantize", x, gated, row_weights)
+    results, weights = PairResults(cast.rule, orientations), _as_operands(row_weights)
+    rule = f"{_dims(gated)}, {source_dims(cast)}{', m' * len(weights)} -> {results.dims('m n', 'n m')}"
     kernel = partial(_kernel, results, activation) if has_kernel(cast.rule) else None
-    return results.pair(
-        dispatch(rule, kernel, partial(_reference, results, activation), _halves(x, gated), cast.source)
-    )
+    reference = partial(_reference, results, activation)
+    return results.pair(dispatch(rule, kernel, reference, _halves(x, gated), cast.source, *weights))
 
 
-def activation_amax(x: jax.Array, activation: str) -> jax.Array:
+def activation_amax(x: jax.Array, activation: str, row_weights: jax.Array | None = None) -> jax.Array:
     """The amax f32[] that `activation_quantize` returns, for a scale that must be known before."""
     gated = is_gated(activation)
-    _check_input("activation_amax", x, gated)
+    _check_input("activation_amax", x, gated, row_weights)
     kernel, reference = partial(_amax_kernel, activation), partial(_amax_reference, activation)
-    return dispatch(f"{_dims(gated)} -> ", kernel, reference, _halves(x, gated))[0]
+    weights = _as_operands(row_weights)
+    return dispatch(f"{_dims(gated)}{', m' * len(weights)} -> ", kernel, reference, _halves(x, gated), *weights)[0]
 
 
 def activation_backward_quantize(
-    dy: jax.Array, x: jax.Array, activation: str, cast: Cast, activated_cast: Cast
+    dy: jax.Array,
+    x: jax.Array,
+    activation: str,
+    cast: Cast,
+    activated_cast: Cast,
+    row_weights: jax.Array | None = None,
 ) -> tuple[Fp8Pair, jax.Array, Fp8Array]:
     """The cast of `activate_backward(dy, x)` without the tensor in between, and `activate(x)` in FP8 once more.
 
@@ -115,6 +85,7 @@ def activation_backward_quantize(
       activation: a name in PLAIN or GATED.
       cast: of the gradient.
       activated_cast: that of the activated tensor in the forward, with a scale that is known: see `Cast.again`.
+      row_weights: those of the forward.
 
     Returns:
       The gradient of `x` (m, c) in FP8, and the sums of its columns f32[c]; and columnwise (n, m) what
@@ -122,18 +93,19 @@ def activation_backward_quantize(
     """
     gated, cast = is_gated(activation), check_cast(cast, x.dtype)
     activated_cast = check_cast(activated_cast, x.dtype)
-    _check_input("activation_backward_quantize", x, gated)
+    _check_input("activation_backward_quantize", x, gated, row_weights)
     _check_gradient("activation_backward_quantize", dy, x, gated)
     _check_known(activated_cast)
     results, activated = PairResults(cast.rule), PairResults(activated_cast.rule, "columnwise")
+    weights = _as_operands(row_weights)
     # h, the halves of a result, are the halves g of x. No mesh axis splits h.
     dims, sums = (("m h n", "h n m", "m c"), "h n") if gated else (("m n", "n m"), "n")
     rule = (
-        f"m n, {_dims(gated)}, {source_dims(cast)}, {source_dims(activated_cast)} -> "
+        f"m n, {_dims(gated)}, {source_dims(cast)}, {source_dims(activated_cast)}{', m' * len(weights)} -> "
         f"{results.dims(*dims)}, {sums}, {activated.dims('', 'n m')}"
     )
     kernel = partial(_backward_kernel, results, activated, activation) if _has_kernel(results, activated) else None
-    operands = dy, _halves(x, gated), cast.source, activated_cast.source
+    operands = dy, _halves(x, gated), cast.source, activated_cast.source, *weights
     reference = partial(_backward_reference, results, activated, activation)
     found = dispatch(rule, kernel, reference, *operands)
     count = results.dims(*dims).count(",") + 1
@@ -145,21 +117,36 @@ def activation_backward_quantize(
     return results.pair([values, values_t, *others]), sums, activated.pair(again).columnwise
 
 
-def activation_backward_amax(dy: jax.Array, x: jax.Array, activation: str) -> jax.Array:
+def activation_backward_amax(
+    dy: jax.Array, x: jax.Array, activation: str, row_weights: jax.Array | None = None
+) -> jax.Array:
     """The amax f32[] that `activation_backward_quantize` returns, for a scale that must be known before."""
     gated = is_gated(activation)
-    _check_input("activation_backward_amax", x, gated)
+    _check_input("activation_backward_amax", x, gated, row_weights)
     _check_gradient("activation_backward_amax", dy, x, gated)
     kernel, reference = partial(_backward_amax_kernel, activation), partial(_backward_amax_reference, activation)
-    return dispatch(f"m n, {_dims(gated)} -> ", kernel, reference, dy, _halves(x, gated))[0]
+    weights = _as_operands(row_weights)
+    return dispatch(
+        f"m n, {_dims(gated)}{', m' * len(weights)} -> ", kernel, reference, dy, _halves(x, gated), *weights
+    )[0]
 
 
-def _check_input(operation: str, x: jax.Array, gated: bool):
+def _as_operands(row_weights: jax.Array | None) -> tuple[jax.Array, ...]:
+    """The last operands of every operation here: none, or the weights."""
+    return () if row_weights is None else (row_weights,)
+
+
+def _check_input(operation: str, x: jax.Array, gated: bool, row_weights: jax.Array | None):
     if x.ndim != 2 or (gated and x.shape[1] % 2):
         shape = "(m, 2n), gate and linear" if gated else "(m, n)"
         raise ValueError(f"{operation} needs x of shape {shape}, got {x.shape}; flatten the leading dims")
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"{operation} needs float32, bfloat16 or float16, got {x.dtype}; cast first")
+    if row_weights is not None and (row_weights.shape, row_weights.dtype) != ((x.shape[0],), jnp.float32):
+        raise ValueError(
+            f"{operation} needs a weight of each row, float32{(x.shape[0],)}, got {row_weights.dtype}"
+            f"{row_weights.shape}; reshape or cast them"
+        )
 
 
 def _check_gradient(operation: str, dy: jax.Array, x: jax.Array, gated: bool):
@@ -220,21 +207,21 @@ def _joined(x: jax.Array, split: Split):  # (m, n) or (m, g, n) -> (m, c), gate 
     return x.reshape(x.shape[0], 2 * x.shape[2]) if x.ndim == 3 else x
 
 
-def _activated(x: jax.Array, activation: str, split: Split):
+def _activated(x: jax.Array, activation: str, split: Split, *weights: jax.Array):
     # A kernel rounds to the dtype of x. The barrier keeps the compiler from passing on float32 instead.
-    return lax.optimization_barrier(activate(_joined(x, split), activation))
+    return lax.optimization_barrier(activate(_joined(x, split), activation, *weights))
 
 
-def _gradient(dy: jax.Array, x: jax.Array, activation: str, split: Split):
-    return lax.optimization_barrier(activate_backward(dy, _joined(x, split), activation))
+def _gradient(dy: jax.Array, x: jax.Array, activation: str, split: Split, *weights: jax.Array):
+    return lax.optimization_barrier(activate_backward(dy, _joined(x, split), activation, *weights))
 
 
-def _kernel(results: PairResults, activation: str, x: jax.Array, source: jax.Array, split: Split):
+def _kernel(results: PairResults, activation: str, x: jax.Array, source: jax.Array, *weights: jax.Array, split: Split):
     x = _joined(x, split)
     m, n = x.shape[0], x.shape[1] // (2 if is_gated(activation) else 1)
     call = jax.ffi.ffi_call(_target("quantize", results), results.shapes((m, n)))
     operands = results.operands(x, gathered(source, split, "r"))
-    found = call(*operands, activation=activation, **attributes(results.rule))
+    found = call(*operands, *weights, activation=activation, **attributes(results.rule))
     return results.from_kernel(found, split, "m", "n")
 
 
@@ -242,17 +229,19 @@ def _target(name: str, results: PairResults):
     return f"{TARGET}_{name}{'' if results.rule.tile is None else '_by_tile'}"
 
 
-def _reference(results: PairResults, activation: str, x: jax.Array, source: jax.Array, split: Split):
-    return results.from_reference(_activated(x, activation, split), source, split, "m", "n")
+def _reference(
+    results: PairResults, activation: str, x: jax.Array, source: jax.Array, *weights: jax.Array, split: Split
+):
+    return results.from_reference(_activated(x, activation, split, *weights), source, split, "m", "n")
 
 
-def _amax_kernel(activation: str, x: jax.Array, split: Split):
-    result = jax.ffi.ffi_call(f"{TARGET}_amax", SCALAR)(_joined(x, split), activation=activation)
+def _amax_kernel(activation: str, x: jax.Array, *weights: jax.Array, split: Split):
+    result = jax.ffi.ffi_call(f"{TARGET}_amax", SCALAR)(_joined(x, split), *weights, activation=activation)
     return (pmax(result, split, "m", "n"),)
 
 
-def _amax_reference(activation: str, x: jax.Array, split: Split):
-    return (pmax(amax_reference(_activated(x, activation, split)), split, "m", "n"),)
+def _amax_reference(activation: str, x: jax.Array, *weights: jax.Array, split: Split):
+    return (pmax(amax_reference(_activated(x, activation, split, *weights)), split, "m", "n"),)
 
 
 def _backward_kernel(
@@ -263,6 +252,7 @@ def _backward_kernel(
     x: jax.Array,
     source: jax.Array,
     activated_source: jax.Array,
+    *weights: jax.Array,
     split: Split,
 ):
     _check_halves(results, activation, split)
@@ -273,12 +263,12 @@ def _backward_kernel(
     call = partial(jax.ffi.ffi_call, _target("backward_quantize", results))
     if results.rule.tile is None:
         shapes = values, values_t, again, amax, *scales, *sums_results(x.shape)
-        operands = dy, x, gathered(source, split, "r"), activated_source
+        operands = dy, x, gathered(source, split, "r"), activated_source, *weights
         values, values_t, again, amax, *scales, sums, _ = call(shapes)(*operands, **settings)
         again_scales = activated_source
     else:
         shapes = values, values_t, amax, *scales, again, again_scales, *sums_results(x.shape)
-        values, values_t, amax, *scales, again, again_scales, sums, _ = call(shapes)(dy, x, **settings)
+        values, values_t, amax, *scales, again, again_scales, sums, _ = call(shapes)(dy, x, *weights, **settings)
         again_scales = logical_scales(again_scales, LINE)
     pair = results.from_kernel((values, values_t, amax, *scales), split, "m", "n")
     # The kernel measures only the gradient: the amax of the activated tensor is known from the forward.
@@ -293,12 +283,13 @@ def _backward_reference(
     x: jax.Array,
     source: jax.Array,
     activated_source: jax.Array,
+    *weights: jax.Array,
     split: Split,
 ):
     _check_halves(results, activation, split)
-    dx = _gradient(dy, x, activation, split)
+    dx = _gradient(dy, x, activation, split, *weights)
     pair = results.from_reference(dx, source, split, "m", "n")
-    again = activated.from_reference(_activated(x, activation, split), activated_source, split, "m", "n")
+    again = activated.from_reference(_activated(x, activation, split, *weights), activated_source, split, "m", "n")
     return _backward_results(pair, column_sums_reference(dx), again, split, activation)
 
 
@@ -321,10 +312,11 @@ def _backward_results(
     return values, values_t, *others, sums, *again
 
 
-def _backward_amax_kernel(activation: str, dy: jax.Array, x: jax.Array, split: Split):
-    result = jax.ffi.ffi_call(f"{TARGET}_backward_amax", SCALAR)(dy, _joined(x, split), activation=activation)
+def _backward_amax_kernel(activation: str, dy: jax.Array, x: jax.Array, *weights: jax.Array, split: Split):
+    call = jax.ffi.ffi_call(f"{TARGET}_backward_amax", SCALAR)
+    result = call(dy, _joined(x, split), *weights, activation=activation)
     return (pmax(result, split, "m", "n"),)
 
 
-def _backward_amax_reference(activation: str, dy: jax.Array, x: jax.Array, split: Split):
-    return (pmax(amax_reference(_gradient(dy, x, activation, split)), split, "m", "n"),)
+def _backward_amax_reference(activation: str, dy: jax.Array, x: jax.Array, *weights: jax.Array, split: Split):
+    return (pmax(amax_reference(_gradient(dy, x, activation, split, *weights)), split, "m", "n"),)

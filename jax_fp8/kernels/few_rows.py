@@ -20,7 +20,7 @@ from jax_fp8.core.cast import Cast, CastRule
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.types import PyTree
-from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.kernels.extension import compiled_for
 from jax_fp8.kernels.gemm_parts import Tiles

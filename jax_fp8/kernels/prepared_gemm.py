@@ -20,7 +20,7 @@ from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.types import PyTree
-from jax_fp8.kernels.activation import activate, is_gated
+from jax_fp8.kernels.activation_functions import activate, is_gated
 from jax_fp8.kernels.casting import tile_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule
 from jax_fp8.kernels.few_rows import (

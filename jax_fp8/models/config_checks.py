@@ -3,7 +3,7 @@
 from typing import Any
 
 from jax_fp8.core.checks import check_bool, check_integer, check_number
-from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.kernels.norm import check_norm
 from jax_fp8.nn.dropout import is_rate
 from jax_fp8.ops.expert_rows import check_capacity

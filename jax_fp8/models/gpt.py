@@ -25,7 +25,7 @@ from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.core.recipe_rules import RecipeOrRules, as_field
 from jax_fp8.core.shards import ROWS, ParamSharding, current_amax_axes, current_tensor, declare_sharding, parts_of
 from jax_fp8.core.types import PyTree, Variables
-from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.models.batch import without_padding
 from jax_fp8.models.checks import check_call, check_config

@@ -28,7 +28,7 @@ from jax_fp8.core.paths import (
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recipe_rules import recipe_at
 from jax_fp8.core.types import PyTree, Variables
-from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.chain import chained
 from jax_fp8.kernels.quantize import quantize_rowwise

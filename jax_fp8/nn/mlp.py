@@ -7,7 +7,7 @@ import jax
 from flax.typing import Initializer
 
 from jax_fp8.core.shards import COLUMNS, ROWS, ParamSharding
-from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.kernels.norm import NormParameters
 from jax_fp8.nn.branch import check_branch, end_branch, ends_in_gemm, norm_before
 from jax_fp8.nn.checks import check_layer

@@ -1,8 +1,8 @@
 """A mixture of experts in the place of a Transformer's MLP, norm included.
 
     x ─norm─→ router → experts of each token, weights
-         ├──→ rows, sorted by expert → MLPs in FP8 ─combine─→ + x
-         └──→ shared expert, where there is one ───────────────┘
+         ├──→ rows, sorted by expert → MLPs in FP8 ─sum─→ + x
+         └──→ shared expert, where there is one ───────────┘
 
 The router and its softmax are float32. The layer sows its auxiliary losses, already weighted, into the collection
 "losses". The training loss adds them up, as `next_token_loss` does.
@@ -21,7 +21,7 @@ from jax_fp8.core.paths import experts_name, joined_name
 from jax_fp8.core.recipe_rules import recipe_of_all
 from jax_fp8.core.shards import ParamSharding, current_experts, current_tensor, declare_sharding, sum_over_batch
 from jax_fp8.core.types import PyTree, Variables
-from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.kernels.norm import normalize
@@ -36,7 +36,7 @@ from jax_fp8.nn.router import RouterVariables
 from jax_fp8.nn.shared_expert import SharedExpert
 from jax_fp8.ops.cached_attention import is_token
 from jax_fp8.ops.expert_mlp import expert_mlp
-from jax_fp8.ops.expert_rows import ExpertRows, check_capacity, combine_rows, sort_tokens
+from jax_fp8.ops.expert_rows import ExpertRows, check_capacity, sort_tokens
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
 from jax_fp8.ops.parameters import LinearParameters, as_one_matrix
 from jax_fp8.ops.router import EXPERT_USE, RouterRule, Routing, route
@@ -45,7 +45,7 @@ LOSSES = "losses"
 
 
 class LayerNormMoE(Fp8Module):
-    """A mixture of experts: `Σ weight · down(activation(up(norm(x))))` over the experts of each token.
+    """A mixture of experts: `Σ down(weight · activation(up(norm(x))))` over the experts of each token.
 
     The result is as wide as `x`. Every token reaches all of its experts, if there is no `capacity_factor`. Variables:
     `params/{norm, router, up, down}`, with a gated activation `gate` too; kernels of experts are (num_experts, in,
@@ -166,26 +166,27 @@ class LayerNormMoE(Fp8Module):
         dropped = self._dropped_fraction(routing, expert_rows)
         router.record.measure(EXPERT_USE, jnp.append(routing.fractions, jnp.stack([dropped, routing.entropy])))
         self._sow(routing, dropped)
-        rows, amaxes = expert_mlp(
-            normalized,
-            expert_rows,
-            up.parameters,
-            down.parameters,
-            (up.fp8, down.fp8) if up.fp8 and down.fp8 else None,
-            self.activation,
-            self.dtype,
-            recompute=self.recompute,
-        )
-        if amaxes is not None:
-            up.stage(amaxes[0])
-            down.stage(amaxes[1])
         drops_some = drops(self, deterministic)
         residual = tokens if self.residual else None
         added = None if drops_some else residual
         if self.shared_expert_features:
             shared_expert = SharedExpert(**shared_fields(self, SharedExpert), name="shared")
             added = shared_expert(tokens, norm, normalized, residual=added is not None)
-        y = combine_rows(rows, routing.weights, expert_rows, added)
+        y, amaxes = expert_mlp(
+            normalized,
+            routing.weights,
+            expert_rows,
+            up.parameters,
+            down.parameters,
+            (up.fp8, down.fp8) if up.fp8 and down.fp8 else None,
+            self.activation,
+            self.dtype,
+            residual=added,
+            recompute=self.recompute,
+        )
+        if amaxes is not None:
+            up.stage(amaxes[0])
+            down.stage(amaxes[1])
         y = drop(self, y, self.dropout_rate, residual) if drops_some else y
         return y.reshape(x.shape)
 

@@ -10,7 +10,7 @@ from flax.typing import Dtype, Initializer
 from jax_fp8.core.lora import Lora, check_lora
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.nnx.checks import check_fields, check_input
 from jax_fp8.nnx.layers import DELAYED, NormParams
 from jax_fp8.nnx.product import LECUN, ZEROS, LinearParams, Product

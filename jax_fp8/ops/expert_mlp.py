@@ -1,13 +1,17 @@
-"""take rows → grouped GEMM → activation → quantize → grouped GEMM as one differentiable op: the MLPs of experts.
+"""take rows → grouped GEMM → activation → quantize → grouped GEMM → sum as one differentiable op: a layer of experts.
 
-    x (tokens, features) ─cast, in groups→ up → activation and cast, one kernel → down → rows (rows, features)
+    x (tokens, features) ─cast, in groups→ up → activation, weights and cast, one kernel → down ─sum of rows→ y
+
+The weights that the router gives a token's experts multiply the activated rows, before their cast. So the result is a
+plain sum of rows, and its gradient is the same for all experts of a token. Nothing of `down`'s result is kept.
+
+Where the recipe has one scale a tensor, a token is cast once, and its bytes are copied for each of its experts: in the
+forward those of `x`, and in the backward those of the output gradient. Where experts are split over devices, they also
+travel in FP8. Results of `down`, and input gradients of `up`, travel in `dtype`.
 
 The kernels that activate and cast are those of ops/norm_mlp.py, which treat rows in groups as any other matrix. Kept
 for the backward: the input of the activation, and the FP8 residuals of both GEMMs, for all rows. With `recompute` the
 tokens are kept instead of the FP8 input of `up`; that saves memory where something else keeps them anyway.
-
-Where the recipe has one scale a tensor, a token is cast once, and its bytes are copied for each of its experts. Where
-experts are split over devices, they also travel in FP8. Results and gradients travel in `dtype`.
 """
 
 from dataclasses import dataclass, replace
@@ -22,18 +26,25 @@ from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.activation import (
-    activate,
-    activate_backward,
     activation_amax,
     activation_backward_amax,
     activation_backward_quantize,
     activation_quantize,
 )
+from jax_fp8.kernels.activation_functions import activate, activate_backward, row_weights_gradient
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import whole_pair
-from jax_fp8.ops.expert_rows import ExpertRows, take_own_rows_of_fp8, take_rows, tokens_with_rows, untake_rows
+from jax_fp8.ops.expert_rows import (
+    ExpertRows,
+    choices_of_rows,
+    combine_rows,
+    take_own_rows_of_fp8,
+    take_rows,
+    tokens_with_rows,
+    weights_of_rows,
+)
 from jax_fp8.ops.expert_travel import send_rows
 from jax_fp8.ops.grouped_linear import (
     backward_dgrad,
@@ -50,6 +61,7 @@ from jax_fp8.ops.passes import keeping_products
 
 def expert_mlp(
     x: jax.Array,
+    weights: jax.Array,
     where: ExpertRows,
     up: LinearParameters,
     down: LinearParameters,
@@ -57,33 +69,39 @@ def expert_mlp(
     activation: str = "gelu",
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     *,
+    residual: jax.Array | None = None,
     recompute: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """`down(activate(up(x)))` of every token by each of its experts.
+    """`Σ down(weight · activate(up(x)))` over the experts of every token.
 
     Args:
       x: (tokens, k).
+      weights: f32[tokens, choices], those of a token's experts.
       where: the result of `sort_tokens`.
       up, down: kernels (experts, k, n) and (experts, n, k); of a gated activation those of gate and up side by side.
       gemms: how to quantize for `up` and `down`, or None for plain products in `dtype`.
+      residual: (tokens, k) in `dtype`, added before the sum is rounded.
       recompute: keep `x`, and sort and quantize it again in the backward, instead of keeping its rows in FP8.
 
     Returns:
-      (rows, k) in `dtype`, and the amaxes f32[2] of the up and of the down GEMM (None without `gemms`).
+      (tokens, k) in `dtype`, and the amaxes f32[2] of the up and of the down GEMM (None without `gemms`).
     """
     x = x.astype(dtype)
     check_kernels(up)
     check_kernels(down)
     if gemms is None:
 
-        def plain(x: jax.Array, where: ExpertRows, up: LinearParameters, down: LinearParameters) -> jax.Array:
+        def plain(
+            x: jax.Array, weights: jax.Array, up: LinearParameters, down: LinearParameters, where: ExpertRows
+        ) -> jax.Array:
             hidden = plain_grouped_linear(take_rows(x, where), up, where, dtype)
-            return plain_grouped_linear(activate(hidden, activation), down, where, dtype)
+            activated = activate(hidden, activation, weights_of_rows(weights, where))
+            return combine_rows(plain_grouped_linear(activated, down, where, dtype), where, residual)
 
-        return keeping_products(plain, recompute)(x, where, up, down), None
+        return keeping_products(plain, recompute)(x, weights, up, down, where), None
     static = _Static(activation, dtype, recompute, widths_of(up), widths_of(down))
-    x, up, down = match_vma(x, up, down)
-    return _expert_mlp(static, x, where, up, down, gemms)
+    x, weights, up, down = match_vma(x, weights, up, down)
+    return _expert_mlp(static, x, weights, where, up, down, gemms, residual)
 
 
 @dataclass(frozen=True)
@@ -99,51 +117,60 @@ class _Static:
 def _expert_mlp(
     static: _Static,
     x: jax.Array,
+    weights: jax.Array,
     where: ExpertRows,
     up: LinearParameters,
     down: LinearParameters,
     gemms: tuple[Fp8Gemm, Fp8Gemm],
+    residual: jax.Array | None,
 ):
-    return _run(static, x, where, up, down, gemms, keep=False)[0]
+    return _run(static, x, weights, where, up, down, gemms, residual, keep=False)[0]
 
 
 def _run(
     static: _Static,
     x: jax.Array,
+    weights: jax.Array,
     where: ExpertRows,
     up: LinearParameters,
     down: LinearParameters,
     gemms: tuple[Fp8Gemm, Fp8Gemm],
+    residual: jax.Array | None,
     keep: bool,
 ):
-    rows = _input_rows(x, where, gemms[0], keep)
+    rows, row_weights = _input_rows(x, where, gemms[0], keep), weights_of_rows(weights, where)
     hidden, up_amaxes, up_kept = forward_experts(rows, up, where.starts, gemms[0], static.dtype)
-    activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
-    pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
+    activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation, row_weights))
+    pair = activation_quantize(hidden, static.activation, activated_cast, row_weights, orientations="rowwise")
     activated = GemmInput.from_cast(
-        partial(activate, activation=static.activation), hidden, pair, activated_cast, gemms[1]
+        lambda hidden, weights: activate(hidden, static.activation, weights),
+        *((hidden, row_weights), pair, activated_cast, gemms[1]),
     )
-    y, down_amaxes, down_kept = forward_experts(activated, down, where.starts, gemms[1], static.dtype)
-    return (y, (up_amaxes, down_amaxes)), (hidden, up_kept, down_kept)
+    down_rows, down_amaxes, down_kept = forward_experts(activated, down, where.starts, gemms[1], static.dtype)
+    y = combine_rows(down_rows, where, residual)
+    return (y, (up_amaxes, down_amaxes)), (row_weights, hidden, up_kept, down_kept)
 
 
 def _forward(
     static: _Static,
     x: jax.Array,
+    weights: jax.Array,
     where: ExpertRows,
     up: LinearParameters,
     down: LinearParameters,
     gemms: tuple[Fp8Gemm, Fp8Gemm],
+    residual: jax.Array | None,
 ):
-    out, (hidden, *kept) = _run(static, x, where, up, down, gemms, keep=not static.recompute)
+    keep = not static.recompute
+    out, (row_weights, hidden, *kept) = _run(static, x, weights, where, up, down, gemms, residual, keep)
     hidden = name_residual("mlp_hidden", hidden)
-    tokens = x if static.recompute else None
     return out, (
-        tokens,
-        ParamInfo.from_arrays(x),
+        x if static.recompute else None,
         where,
+        row_weights,
         hidden,
         *kept,
+        ParamInfo.from_arrays((x, weights, residual)),
         ParamInfo.from_arrays(up),
         ParamInfo.from_arrays(down),
         gemms,
@@ -151,26 +178,30 @@ def _forward(
 
 
 def _backward(static: _Static, residuals: tuple, cotangents: tuple):
-    x, x_like, where, hidden, up_kept, down_kept, up_like, down_like, (up_gemm, down_gemm) = residuals
+    x, where, row_weights, hidden, up_kept, down_kept, likes, up_like, down_like, (up_gemm, down_gemm) = residuals
     dy, _ = cotangents
-    starts = where.starts
-    quantized, _ = quantize_gradient(dy, down_like, down_gemm)
-    dactivated = backward_dgrad(quantized, down_kept, starts, down_gemm, static.dtype)
-    measure = partial(activation_backward_amax, dactivated, hidden, static.activation)
+    activation, starts = static.activation, where.starts
+    dy_rows = _gradient_rows(dy, where, down_like, down_gemm)
+    dactivated = backward_dgrad(dy_rows, down_kept, starts, down_gemm, static.dtype)
+    measure = partial(activation_backward_amax, dactivated, hidden, activation, row_weights)
     hidden_cast = up_gemm.cast(OUTPUT_GRADIENT, measure)
     dhidden, _, activated = activation_backward_quantize(
-        dactivated, hidden, static.activation, hidden_cast, down_kept.x_cast
+        dactivated, hidden, activation, hidden_cast, down_kept.x_cast, row_weights
     )
     observe_gradient(
-        lambda dy, x: (activate_backward(dy, x, static.activation),), (dactivated, hidden), dhidden, up_gemm
+        lambda dy, x, weights: (activate_backward(dy, x, activation, weights),),
+        *((dactivated, hidden, row_weights), dhidden, up_gemm),
     )
+    dweights = choices_of_rows(row_weights_gradient(dactivated, hidden, activation), where)
     down_kept = replace(down_kept, x_transposed=activated)
     up_kept = up_kept.with_input(partial(_rows_again, where), x, after=dactivated)
     drows = backward_dgrad(dhidden, up_kept, starts, up_gemm, static.dtype)
-    ddown = backward_wgrad(quantized, down_kept, down_like, starts, down_gemm, static.down_widths)
+    ddown = backward_wgrad(dy_rows, down_kept, down_like, starts, down_gemm, static.down_widths)
     dup = backward_wgrad(dhidden, up_kept, up_like, starts, up_gemm, static.up_widths)
-    recorded = up_kept.record(dhidden, up_gemm), down_kept.record(quantized, down_gemm)
-    return x_like.place(untake_rows(drows, where)), None, dup, ddown, recorded
+    recorded = up_kept.record(dhidden, up_gemm), down_kept.record(dy_rows, down_gemm)
+    of_residual = None if likes[2] is None else dy
+    dx, dweights, dresidual = ParamInfo.place_all(likes, (combine_rows(drows, where), dweights, of_residual))
+    return dx, dweights, None, dup, ddown, recorded, dresidual
 
 
 _expert_mlp.defvjp(_forward, _backward)
@@ -183,10 +214,23 @@ def _input_rows(x: jax.Array, where: ExpertRows, gemm: Fp8Gemm, keep: bool) -> G
     """The rows of tokens in groups, in FP8. With one scale a tensor the tokens are cast, and then copied. With scales
     by tile their rows are cast: tiles of the transpose lie along a group.
     """
-    if gemm.cast(INPUT, partial(amax, x)).rule.tile is not None:
+    if _is_by_tile(x, INPUT, gemm):
         return quantize_input(take_rows(x, where), gemm, keep)
     tokens = quantize_input(tokens_with_rows(x, where), gemm, keep=False)
     return replace(tokens, pair=_rows_of(tokens.pair, where, keep))
+
+
+def _gradient_rows(dy: jax.Array, where: ExpertRows, like: LinearParameters, gemm: Fp8Gemm) -> Fp8Pair:
+    """The same of the output gradient (tokens, features), in both orientations."""
+    if _is_by_tile(dy, OUTPUT_GRADIENT, gemm):
+        return quantize_gradient(take_rows(dy, where), like, gemm)[0]
+    tokens, _ = quantize_gradient(tokens_with_rows(dy, where), like, gemm, keep=False)
+    return _rows_of(tokens, where, keep=True)
+
+
+def _is_by_tile(tokens: jax.Array, tensor: int, gemm: Fp8Gemm) -> bool:
+    """Whether the tensor of a GEMM, INPUT or OUTPUT_GRADIENT, is cast with scales by tile."""
+    return gemm.cast(tensor, partial(amax, tokens)).rule.tile is not None
 
 
 def _rows_again(where: ExpertRows, x: jax.Array, cast: Cast) -> Fp8Pair:

@@ -1,6 +1,6 @@
 """Tokens sorted by expert, and back: the permutations around the GEMMs of a mixture of experts.
 
-    x[token] ─take_rows→ rows in groups, one an expert ─experts→ rows ─combine_rows→ Σ weight · row, of each token
+    x[token] ─take_rows→ rows in groups, one an expert ─experts→ rows ─combine_rows→ the sum of each token's rows
 
 Every token goes to each of its experts, however many tokens an expert has: none is dropped. Each group begins at a
 multiple of 128 rows, and is padded with zeros (kernels/grouped_gemm.py says why). Only the device knows how many rows
@@ -8,8 +8,8 @@ the groups need, so the array has the most that they can need: one for each toke
 for each expert. With a capacity the tokens of a device have at most so many rows of each expert. Choices beyond it get
 no row, as padding gets none, and the array needs less room.
 
-Both directions are gathers, and so are their gradients. No two rows are written to one place, so every sum has a fixed
-order, and padding of groups reaches no gradient.
+Both directions are gathers, and each is the other's gradient. No two rows are written to one place, so every sum has a
+fixed order, and padding of groups reaches no gradient.
 
 Where a step splits the experts over a mesh axis, rows are sorted on the device of their tokens, without gaps, and
 travel to the groups on the devices of their experts (ops/expert_travel.py). On an Explicit mesh that splits the tokens,
@@ -150,18 +150,29 @@ def tokens_with_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
     return on_own_tokens("t h, r, t c -> t h", keep, x, where.pairs, where.rows)[0]
 
 
-def combine_rows(
-    rows: jax.Array, weights: jax.Array, where: ExpertRows, residual: jax.Array | None = None
-) -> jax.Array:
-    """For each token, the sum of its rows, each times its weight: (tokens, features) in the dtype of `rows`.
+def combine_rows(rows: jax.Array, where: ExpertRows, residual: jax.Array | None = None) -> jax.Array:
+    """The sum of each token's rows, (tokens, features) in the dtype of `rows`, added up in float32.
 
     Args:
       rows: (rows, features), in groups.
-      weights: f32[tokens, choices]. Sums are in float32.
       residual: (tokens, features), of the dtype of `rows`, added before the sum is rounded.
     """
     own = rows if where.travel is None else return_rows(rows, where.travel)
-    return _combine_rows(own, weights, where, residual)
+    return _combine_own_rows(own, where, residual)
+
+
+def weights_of_rows(weights: jax.Array, where: ExpertRows) -> jax.Array:
+    """The weight of each row, f32[rows], from those of tokens for their choices, f32[tokens, choices]; 0 where a row
+    has no token.
+    """
+    own = _take_own_weights(weights, where)
+    return own if where.travel is None else send_rows(own[:, None], where.travel)[:, 0]
+
+
+def choices_of_rows(of_rows: jax.Array, where: ExpertRows) -> jax.Array:
+    """The transpose of `weights_of_rows`: f32[tokens, choices], 0 for choices without a row."""
+    own = of_rows if where.travel is None else return_rows(of_rows[:, None], where.travel)[:, 0]
+    return _weights_of_choices(own, where)
 
 
 # ---- of the rows of a device's own tokens ----------------------------------------------------------------------------
@@ -170,79 +181,71 @@ def combine_rows(
 @jax.custom_vjp
 def take_own_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
     """The rows of `take_rows` before they travel; all of them where none travels."""
-    return on_own_tokens("t h, r, t c -> r h", _take, x, where.pairs, where.rows)[0]
+
+    def take(x: jax.Array, pairs: jax.Array, rows: jax.Array) -> tuple[jax.Array]:
+        # Rows without a token have a pair past the end, hence a token past the end, which reads as zeros.
+        return (x.at[pairs // rows.shape[1]].get(mode="fill", fill_value=0),)
+
+    return on_own_tokens("t h, r, t c -> r h", take, x, where.pairs, where.rows)[0]
 
 
 @jax.custom_vjp
-def _combine_rows(rows: jax.Array, weights: jax.Array, where: ExpertRows, residual: jax.Array | None) -> jax.Array:
+def _combine_own_rows(rows: jax.Array, where: ExpertRows, residual: jax.Array | None) -> jax.Array:
+    def combine(rows: jax.Array, of_tokens: jax.Array, *residual: jax.Array) -> tuple[jax.Array]:
+        # Choices without a row have a number past the last one, which reads as zeros.
+        terms = [rows.at[of_tokens[:, i]].get(mode="fill", fill_value=0) for i in range(of_tokens.shape[1])]
+        first, *others = (term.astype(jnp.float32) for term in (*terms, *residual))
+        return (sum(others, first).astype(rows.dtype),)
+
     added = () if residual is None else (residual,)
-    rule = f"r h, t c, t c{', t h' * len(added)} -> t h"
-    return on_own_tokens(rule, _combine, rows, weights, where.rows, *added)[0]
+    return on_own_tokens(f"r h, t c{', t h' * len(added)} -> t h", combine, rows, where.rows, *added)[0]
 
 
-def _take(x: jax.Array, pairs: jax.Array, rows: jax.Array) -> tuple[jax.Array]:
-    # Rows without a token have a pair past the end, hence a token past the end, which reads as zeros.
-    return (x.at[pairs // rows.shape[1]].get(mode="fill", fill_value=0),)
+@jax.custom_vjp
+def _take_own_weights(weights: jax.Array, where: ExpertRows) -> jax.Array:
+    def take(weights: jax.Array, pairs: jax.Array) -> tuple[jax.Array]:
+        return (weights.reshape(-1).at[pairs].get(mode="fill", fill_value=0),)
+
+    return on_own_tokens("t c, r -> r", take, weights, where.pairs)[0]
 
 
-def _combine(rows: jax.Array, weights: jax.Array, of_tokens: jax.Array, *residual: jax.Array) -> tuple[jax.Array]:
-    terms = [weights[:, i, None] * _rows_at(rows, of_tokens[:, i]) for i in range(of_tokens.shape[1])]
-    terms += [added.astype(jnp.float32) for added in residual]
-    return (sum(terms[1:], terms[0]).astype(rows.dtype),)
+def _weights_of_choices(of_rows: jax.Array, where: ExpertRows) -> jax.Array:
+    def take(of_rows: jax.Array, of_tokens: jax.Array) -> tuple[jax.Array]:
+        return (of_rows.at[of_tokens].get(mode="fill", fill_value=0),)
 
-
-def _rows_at(rows: jax.Array, numbers: jax.Array) -> jax.Array:
-    """In float32; zeros for padding, which has no row."""
-    return rows.at[numbers].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return on_own_tokens("r, t c -> t c", take, of_rows, where.rows)[0]
 
 
 def _take_forward(x: jax.Array, where: ExpertRows):
     return take_own_rows(x, where), (ParamInfo.from_arrays(x), where)
 
 
-def untake_rows(drows: jax.Array, where: ExpertRows) -> jax.Array:
-    """The gradient of `take_rows`: for each token the sum of its rows, (tokens, features)."""
-    return _untake_rows(drows if where.travel is None else return_rows(drows, where.travel), where)
-
-
-def _untake_rows(drows: jax.Array, where: ExpertRows) -> jax.Array:
-    return on_own_tokens("r h, t c -> t h", _sum_of_rows, drows, where.rows)[0]
-
-
-def _sum_of_rows(rows: jax.Array, of_tokens: jax.Array) -> tuple[jax.Array]:
-    return _combine(rows, jnp.ones(of_tokens.shape, jnp.float32), of_tokens)
-
-
 def _take_backward(kept: tuple, drows: jax.Array):
     like, where = kept
-    return like.place(_untake_rows(drows, where)), None
+    return like.place(_combine_own_rows(drows, where, None)), None
 
 
-def _combine_forward(rows: jax.Array, weights: jax.Array, where: ExpertRows, residual: jax.Array | None):
-    return _combine_rows(rows, weights, where, residual), (rows, weights, where, ParamInfo.from_arrays(residual))
+def _combine_forward(rows: jax.Array, where: ExpertRows, residual: jax.Array | None):
+    return _combine_own_rows(rows, where, residual), (ParamInfo.from_arrays((rows, residual)), where)
 
 
 def _combine_backward(kept: tuple, dy: jax.Array):
-    rows, weights, where, residual_like = kept
-    rule = "t h, r h, t c, r, t c -> r h, t c"
-    drows, dweights = on_own_tokens(rule, _gradients_of_sum, dy, rows, weights, where.pairs, where.rows)
-    dresidual = residual_like and residual_like.place(dy)
-    return ParamInfo.from_arrays(rows).place(drows), ParamInfo.from_arrays(weights).place(dweights), None, dresidual
+    (rows_like, residual_like), where = kept
+    return rows_like.place(take_own_rows(dy, where)), None, residual_like and residual_like.place(dy)
 
 
-def _gradients_of_sum(
-    dy: jax.Array, rows: jax.Array, weights: jax.Array, pairs: jax.Array, of_tokens: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    dy_of_rows = dy.at[pairs // of_tokens.shape[1]].get(mode="fill", fill_value=0).astype(jnp.float32)
-    weight = weights.reshape(-1).at[pairs].get(mode="fill", fill_value=0)
-    drows = (weight[:, None] * dy_of_rows).astype(rows.dtype)
-    wide = dy.astype(jnp.float32)
-    products = [jnp.sum(wide * _rows_at(rows, of_tokens[:, i]), axis=1) for i in range(of_tokens.shape[1])]
-    return drows, jnp.stack(products, axis=1)
+def _weights_forward(weights: jax.Array, where: ExpertRows):
+    return _take_own_weights(weights, where), (ParamInfo.from_arrays(weights), where)
+
+
+def _weights_backward(kept: tuple, of_rows: jax.Array):
+    like, where = kept
+    return like.place(_weights_of_choices(of_rows, where)), None
 
 
 take_own_rows.defvjp(_take_forward, _take_backward)
-_combine_rows.defvjp(_combine_forward, _combine_backward)
+_combine_own_rows.defvjp(_combine_forward, _combine_backward)
+_take_own_weights.defvjp(_weights_forward, _weights_backward)
 
 
 def on_own_tokens(rule: str, local: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -88,7 +88,7 @@ def quantize_norm(
             return found, None
     both = keep and not (tensor is not None and tensor.sequence)
     pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if both else "rowwise")
-    quantized = GemmInput.from_cast(lambda rows: normalize(rows, norm, epsilon, x.dtype)[0], x, pair, cast, gemm)
+    quantized = GemmInput.from_cast(lambda rows: normalize(rows, norm, epsilon, x.dtype)[0], (x,), pair, cast, gemm)
     return quantized.gathered(tensor, keep), statistics
 
 

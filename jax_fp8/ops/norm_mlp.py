@@ -18,13 +18,12 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import (
-    activate,
-    activate_backward,
     activation_amax,
     activation_backward_amax,
     activation_backward_quantize,
     activation_quantize,
 )
+from jax_fp8.kernels.activation_functions import activate, activate_backward
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
 from jax_fp8.kernels.quantize import Matrices
@@ -133,7 +132,7 @@ def _run(
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
     pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
     activated = GemmInput.from_cast(
-        partial(activate, activation=static.activation), hidden, pair, activated_cast, gemms[1]
+        partial(activate, activation=static.activation), (hidden,), pair, activated_cast, gemms[1]
     )
     into_down = activated, down, gemms[1], static.dtype, x if static.residual else None, static.tensor
     y, down_amaxes, down_kept = forward_rows(*into_down)

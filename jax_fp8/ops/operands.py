@@ -41,10 +41,17 @@ class GemmInput:
 
     @classmethod
     def from_cast(
-        cls, source_of: Callable[[jax.Array], jax.Array], x: jax.Array, pair: Fp8Pair, cast: Cast, gemm: Fp8Gemm
+        cls,
+        source_of: Callable[..., jax.Array],
+        tensors: Sequence[jax.Array],
+        pair: Fp8Pair,
+        cast: Cast,
+        gemm: Fp8Gemm,
     ) -> "GemmInput":
-        """Measured, if statistics are asked for: `pair` is the cast of `source_of(x)`, a function of each row."""
-        return cls(pair, cast, gemm.observe(lambda rows: (source_of(rows),), (x,), pair))
+        """Measured, if statistics are asked for: `pair` is the cast of `source_of(*tensors)`, each row of which depends
+        on the same row of the tensors alone.
+        """
+        return cls(pair, cast, gemm.observe(lambda *rows: (source_of(*rows),), tensors, pair))
 
     def gathered(self, tensor: TensorParallel | None, keep: bool = True) -> "GemmInput":
         """With the rows of all devices; see `gather_pair`."""
@@ -69,7 +76,7 @@ def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool, forward_only: bool =
     if forward_only and (found := few_rows(FewRows(x, cast), gemm, measure)) is not None:
         return found
     pair = (quantize_transpose if keep else quantize_rowwise)(x, cast)
-    return GemmInput.from_cast(lambda rows: rows, x, pair, cast, gemm)
+    return GemmInput.from_cast(lambda rows: rows, (x,), pair, cast, gemm)
 
 
 def observe_gradient(
@@ -80,7 +87,11 @@ def observe_gradient(
 
 
 def quantize_gradient(
-    dy: Matrices, parameters_like: LinearParameters, gemm: Fp8Gemm, tensor: TensorParallel | None = None
+    dy: Matrices,
+    parameters_like: LinearParameters,
+    gemm: Fp8Gemm,
+    tensor: TensorParallel | None = None,
+    keep: bool = True,
 ) -> tuple[Fp8Pair, jax.Array | None]:
     """The FP8 values of an output gradient (m, n), or of its parts side by side, and the bias gradient f32[n] from the
     same pass, or None without a bias.
@@ -88,9 +99,10 @@ def quantize_gradient(
     Args:
       tensor: where the GEMM's result is the output of a split layer. With sequence parallelism `dy` has this device's
         own rows, and the bias gradient is their sum. The pair has the rows of all devices.
+      keep: whether both orientations are needed. Without a bias False leaves the transpose out.
     """
     cast = gemm.cast(OUTPUT_GRADIENT, partial(amax, *as_tuple(dy)))
-    needs_rows_alone = (tensor is not None and tensor.sequence) or parameters_like.is_frozen
+    needs_rows_alone = not keep or (tensor is not None and tensor.sequence) or parameters_like.is_frozen
     if parameters_like.bias is not None:
         pair, sums = quantize_transpose_sums(dy, cast)
     elif needs_rows_alone and len(as_tuple(dy)) == 1:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.types import PyTree
-from jax_fp8.kernels.activation import activate, activate_backward
+from jax_fp8.kernels.activation_functions import activate, activate_backward
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
 from jax_fp8.kernels.vma import match_vma

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_fp8.core.checks import check_integer
 from jax_fp8.kernels import extension
-from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.models.remat import Remat

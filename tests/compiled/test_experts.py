@@ -188,13 +188,15 @@ def test_without_fp8_every_expert_multiplies_all_rows(monkeypatch, with_kernels)
 # ---- experts on several GPUs -----------------------------------------------------------------------------------------
 
 EIGHT = dataclasses.replace(CONFIG, num_experts=8)
-IN_FP8 = {("ragged-all-to-all", "f8e4m3fn"): 1, ("ragged-all-to-all", "bf16"): 3}
-IN_BF16 = {("ragged-all-to-all", "bf16"): 4}
+RAGGED = "ragged-all-to-all"
+WEIGHTS_OF_ROWS = {(RAGGED, "f32"): 2}
+IN_FP8 = {(RAGGED, "f8e4m3fn"): 1, (RAGGED, "f8e5m2"): 1, (RAGGED, "bf16"): 2, **WEIGHTS_OF_ROWS}
+IN_BF16 = {(RAGGED, "bf16"): 4, **WEIGHTS_OF_ROWS}
 
 
 def traveling(program) -> dict[tuple[str, str], int]:
     """Collectives that move tokens or kernels, by kind and dtype. The others are sums of gradients, and small."""
-    moved = [each for each in program.report.collectives if each.kind in ("ragged-all-to-all", "all-to-all")]
+    moved = [each for each in program.report.collectives if each.kind in (RAGGED, "all-to-all")]
     moved += [each for each in program.report.collectives if each.kind == "all-gather" and each.wire_bytes > 2**15]
     return dict(Counter((each.kind, dtype) for each in moved for dtype in each.dtypes for _ in range(each.times)))
 
@@ -221,9 +223,8 @@ def test_rows_travel_and_kernels_of_experts_stay(name, axes, wanted, monkeypatch
     program = compiled(name, config=EIGHT, **axes)
     assert traveling(program) == wanted
     tokens = BATCH * SEQ // math.prod(axes.values()) * CONFIG.experts_per_token
-    (rows,) = {array.shape for each in program.report.collectives if each.kind == "ragged-all-to-all"
-               for array in each.arrays}  # fmt: skip
-    assert rows == (tokens, WIDTH)
+    rows = {array.shape for each in program.report.collectives if each.kind == RAGGED for array in each.arrays}
+    assert rows == {(tokens, WIDTH), (tokens, 1)}
     assert gradients_of_experts(program) == [axes[axis] for axis in ("data",) if axis in axes]
     if name != "none":
         assert program.custom_calls[TARGET] == 4 and unquantized(program) == []

@@ -111,12 +111,18 @@ def inputs(activation, shape, dtype, backward, seed=0):
     return (rng.normal(size=shape).astype(dtype) if backward else None), x
 
 
-def expected(activation, dy, x):
+def some_weights(rows) -> np.ndarray:
+    """Of few bits, so that products with them are exact; no two neighbours are alike."""
+    return (np.random.default_rng(rows).permutation(rows) / 128 + 0.25).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def expected(activation, dy, x, row_weights=None):
     """y, or dx, from float64, rounded to the dtype of x."""
     output_gradient = (
         np.zeros((x.shape[0], x.shape[1] // (2 if activation in plain.GATES else 1))) if dy is None else dy
     )
-    y, (dx,) = plain.result_and_gradients(lambda x: plain.activate(x, activation), output_gradient, x)
+    weights = 1 if row_weights is None else row_weights[:, None]
+    y, (dx,) = plain.result_and_gradients(lambda x: plain.activate(x, activation) * weights, output_gradient, x)
     return (y if dy is None else dx).astype(np.float32).astype(x.dtype)
 
 
@@ -131,6 +137,7 @@ def run(
     offset=0,
     activated_dtype=FORMATS[0],
     orders=ORDERS,
+    row_weights=None,
 ):
     """Values, transpose, amax, scale; of a backward, sums and the activated tensor transposed; None where unwanted."""
     gated = activation in plain.GATES
@@ -148,7 +155,7 @@ def run(
     results = [Result((rows, cols), dtype, offset) if wanted["values"] else None]
     results += [Result((cols, rows), dtype, offset) if wanted["values_t"] else None, SCALAR, SCALAR]
     of = (SOURCES.index(x.dtype), function, gated, rows, x.shape[1] // (2 if gated else 1))
-    arrays = [None if dy is None else Input(dy, offset * x.itemsize), Input(x, offset * x.itemsize)]
+    arrays = [None if dy is None else Input(dy, offset * x.itemsize), Input(x, offset * x.itemsize), row_weights]
     kernels = compile_for_cpu("activation.cu", ACTIVATION, changes)
     source = np.array([9, scale], np.float32)
     got = kernels.call(
@@ -161,9 +168,9 @@ def run(
     return values, values_t, got[0], got[1], *([None, None] if dy is None else got[3:])
 
 
-def check(activation, dy, x, dtype, got, scale=SCALE):
+def check(activation, dy, x, dtype, got, scale=SCALE, row_weights=None):
     values, values_t, amax, used, sums, activated = got
-    made = expected(activation, dy, x)
+    made = expected(activation, dy, x, row_weights)
     wanted, wanted_amax = reference.quantize(made, dtype, scale)
     assert_same_bits(used, scale)
     if values is not None and values_t is not None:
@@ -176,9 +183,10 @@ def check(activation, dy, x, dtype, got, scale=SCALE):
         assert_few_differ(shown, wanted)
         np.testing.assert_allclose(amax, wanted_amax, rtol=1e-6 if x.dtype == np.float32 else 2.0**-8)
     if activated is not None:
-        of_the_forward = run(activation, None, x, activated.dtype, ACTIVATED_SCALE, "columnwise", orders=ONE_ORDER)[1]
+        how = {"orders": ONE_ORDER, "row_weights": row_weights}
+        of_the_forward = run(activation, None, x, activated.dtype, ACTIVATED_SCALE, "columnwise", **how)[1]
         assert_same_bits(activated, of_the_forward)
-    if sums is not None and made.size:
+    if sums is not None and made.size and row_weights is None:
         own = elements(activation, dy, x, dtype)
         assert_same_bits(
             without_signs_of_zeros(shown), without_signs_of_zeros(reference.quantize(own, dtype, scale)[0])
@@ -231,6 +239,23 @@ def test_shapes(shape, activation, backward):
 
 
 @pytest.mark.parametrize("shape", [(144, 80), (33, 65)], ids=str)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("activation", ["relu", "reglu", "swiglu"])
+def test_weights_of_rows(activation, backward, shape):
+    """Negative control: the weights of other rows make something else."""
+    dy, x = inputs(activation, shape, ml_dtypes.bfloat16, backward)
+    weights = some_weights(shape[0])
+    got = run(activation, dy, x, FORMATS[0], row_weights=weights)
+    check(activation, dy, x, FORMATS[0], got, row_weights=weights)
+    with pytest.raises(AssertionError):
+        check(activation, dy, x, FORMATS[0], got, row_weights=np.roll(weights, 1))
+    of_ones = run(activation, dy, x, FORMATS[0], row_weights=np.ones_like(weights), orders=ONE_ORDER)
+    for with_ones, without in zip(of_ones, run(activation, dy, x, FORMATS[0], orders=ONE_ORDER), strict=True):
+        if without is not None:
+            assert_same_bits(with_ones, without)
+
+
+@pytest.mark.parametrize("shape", [(144, 80), (33, 65)], ids=str)
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("orientations", ["rowwise", "columnwise"])
 def test_one_orientation(orientations, activation, shape):
@@ -273,6 +298,21 @@ MISTAKES = {
     "activated in another format": (TILE, "with_format(results.companion.format", "with_format(kFormat"),
     "activated in another's place": (TILE, "put_patch(tile[kParts], patch", "put_patch(tile[0], patch"),
 }  # fmt: skip
+
+WEIGHTED = {
+    "the weight of the first row": ("activation.cu", "weight(row + r)", "weight(row)"),
+    "dy without its weight": ("activation.cu", "if constexpr (kInputs > kHalves) in[kHalves] *= weight;", ""),
+    "y without its weight": ("activation.cu", "out[kMade - 1] *= weight;", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", planted(WEIGHTED))
+def test_a_mistake_in_a_weight_is_noticed(mistake):
+    (dy, x), weights = inputs("reglu", (144, 80), ml_dtypes.bfloat16, True), some_weights(144)
+    changes = (WEIGHTED[mistake], *ONLY_BFLOAT16)
+    with pytest.raises((AssertionError, EmulationError)):
+        check("reglu", dy, x, FORMATS[1], run("reglu", dy, x, FORMATS[1], changes=changes, row_weights=weights),
+              row_weights=weights)  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", planted(MISTAKES))

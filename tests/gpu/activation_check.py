@@ -11,7 +11,7 @@ timings, one line per group of checks, and exit code 1 if a check failed.
 
 import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,17 +36,16 @@ from gpu.kernel_check import (
 )
 from gpu.report import Report, Script, on_gpu, run_script
 
-from jax_fp8.core.cast import Cast
+from jax_fp8.core.cast import LINE, Cast
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.activation import (
     TARGET,
-    activate,
-    activate_backward,
     activation_amax,
     activation_backward_amax,
     activation_backward_quantize,
     activation_quantize,
 )
+from jax_fp8.kernels.activation_functions import activate, activate_backward
 from jax_fp8.kernels.quantize import quantize_transpose, quantize_transpose_sums, sums_results
 
 ALL = (*plain.ACTIVATIONS, *plain.GATES)
@@ -336,6 +335,79 @@ def check_orientations_and_scales(report: Report):
                 report.bits("sources of the scale", one, other, activation)
 
 
+def check_weights_of_rows(report: Report):
+    """Bit for bit where products are exact. Negative controls: weights of other rows; those of ones change nothing."""
+    shapes = ((1024, 2048), (4112, 1408), (129, 127)) if on_gpu() else SMALL_SHAPES
+    for shape, activation, backward in itertools.product(shapes, ("relu", "reglu"), (False, True)):
+        case = Case(activation, backward, shape, ml_dtypes.bfloat16, E4M3)
+        dy, x = case.inputs()
+        weights = ((1 + np.random.default_rng(1).permutation(shape[0]) % 250) / 128).astype(np.float32)
+        run = jax.jit(partial(weighted, case))
+        runs = twice_over_poison(run, dy, x, weights)
+        for first, second in zip(*map(jax.tree.leaves, runs), strict=True):
+            report.bits("weights: deterministic", first, second, str(case))
+        pair, amax, activated, of_the_forward = runs[0]
+        made = of_weighted(case, dy, x, weights)
+        wanted, largest = reference.quantize(made, case.dtype, SCALE)
+        values = pair.rowwise.values
+        report.bits("weights", *(np.where(v == 0, np.zeros((), v.dtype), v) for v in (values, wanted)), str(case))
+        report.bits("weights", pair.columnwise.values, values.T, f"transpose of {case}")
+        report.bits("weights", np.stack([pair.amax, amax]), np.stack([largest, largest]), f"amax of {case}")
+        report.bits("weights", activated, of_the_forward, f"activated beside {case}")
+        other = reference.quantize(of_weighted(case, dy, x, np.roll(weights, 1)), case.dtype, SCALE)[0]
+        unequal = np.mean(values.view(np.uint8) != other.view(np.uint8))
+        report.expect("weights of other rows are noticed", bool(unequal > 0.2), f"{case}: {unequal}")
+        ones = run(dy, x, np.ones_like(weights))[0]
+        report.bits("weights of one", ones.rowwise.values, case.fused(dy, x, SCALE)[0].rowwise.values, str(case))
+
+
+def weighted(case: Case, dy, x, weights):
+    """The pair, the amax alone, the activated tensor, and the same as the forward makes it."""
+    cast, activated_cast = Cast.with_scale(case.dtype, SCALE), Cast.with_scale(case.activated_dtype, ACTIVATED_SCALE)
+    forward = activation_quantize(x, case.activation, activated_cast, weights, orientations="columnwise")
+    if not case.backward:
+        values = forward.columnwise.values
+        pair = activation_quantize(x, case.activation, cast, weights)
+        return pair, activation_amax(x, case.activation, weights), values, values
+    pair, _, activated = activation_backward_quantize(dy, x, case.activation, cast, activated_cast, weights)
+    amax = activation_backward_amax(dy, x, case.activation, weights)
+    return pair, amax, activated.values, forward.columnwise.values
+
+
+def of_weighted(case: Case, dy, x, weights) -> np.ndarray:
+    """`exact` of float32, with the weights where they belong, rounded once."""
+    wide = replace(case, source=np.float32)
+    if case.backward:
+        return exact(wide, dy.astype(np.float32) * weights[:, None], x).astype(case.source)
+    return (exact(wide, dy, x) * weights[:, None]).astype(case.source)
+
+
+def check_weights_of_rows_by_tile(report: Report):
+    """With powers of two as weights the lines of a row have the same values, and scales times its weight. No line of
+    these functions is all zeros.
+    """
+    smooth = ("gelu", "silu", "swiglu", "geglu")
+    for shape, activation in itertools.product(((1024, 2048), (129, 127)) if on_gpu() else SMALL_SHAPES, smooth):
+        case = Case(activation, False, shape, ml_dtypes.bfloat16, E4M3)
+        dy, x = case.inputs()
+        weights = np.exp2(np.arange(shape[0]) % 5 - 2).astype(np.float32)
+        cast = Cast.by_tile(E4M3, LINE, ScaleFormula())
+
+        @jax.jit
+        def run(dy, x, weights, activation=activation, cast=cast):
+            forward = activation_quantize(x, activation, cast, weights)
+            backward = activation_backward_quantize(dy, x, activation, cast, cast, weights)
+            return forward.rowwise, forward.columnwise, backward[0].rowwise, backward[2]
+
+        forward, transposed, backward, again = jax.tree.map(np.asarray, run(dy, x, weights))
+        without = jax.tree.map(np.asarray, run(dy, x, np.ones_like(weights)))
+        for name, got, plain_one in (("y", forward, without[0]), ("dx", backward, without[2])):
+            report.bits("weights by tile", got.values, plain_one.values, f"{name} of {case}")
+            report.bits("weights by tile", got.scale, plain_one.scale * weights[:, None], f"scales of {name}, {case}")
+        report.bits("weights by tile", again.values, transposed.values, f"activated again, {case}")
+        report.bits("weights by tile", again.scale, transposed.scale, f"its scales, {case}")
+
+
 def check_empty(report: Report):
     for activation, shape in itertools.product(("gelu", "swiglu"), EMPTY):
         case = Case(activation, True, shape, ml_dtypes.bfloat16, E4M3)
@@ -506,6 +578,8 @@ def time_everything(report: Report):
 CHECKS = [check_formats, check_shapes, check_wrong_sums, check_another_function, check_every_bfloat16, check_infinities]
 CHECKS += [
     check_orientations_and_scales,
+    check_weights_of_rows,
+    check_weights_of_rows_by_tile,
     check_empty,
     check_sums_of_a_cast,
     check_graphs,

@@ -30,7 +30,7 @@ from gpu.tile_check import spread
 from jax_fp8.core.cast import LINE, SQUARE, Cast
 from jax_fp8.core.fp8_array import Fp8Array, tiles_of
 from jax_fp8.kernels import few_rows_gemm
-from jax_fp8.kernels.activation import activate
+from jax_fp8.kernels.activation_functions import activate
 from jax_fp8.kernels.few_rows import FewRows, prepare_reference
 from jax_fp8.kernels.few_rows_gemm import TARGET, call_few_rows, multiply_few_rows
 from jax_fp8.kernels.gemm import matmul

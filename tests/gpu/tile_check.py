@@ -26,7 +26,8 @@ from gpu.report import Report, Script, on_gpu, run_script
 from jax_fp8.core.cast import LINE, SQUARE, Cast
 from jax_fp8.core.fp8_array import tiles_of
 from jax_fp8.core.scale import ScaleFormula
-from jax_fp8.kernels.activation import activation_backward_quantize, activation_quantize, is_gated
+from jax_fp8.kernels.activation import activation_backward_quantize, activation_quantize
+from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.kernels.norm import NormParameters, norm_quantize
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose, quantize_transpose_sums
 

@@ -128,21 +128,23 @@ def activation() -> Iterator[Call]:
         wanted = (n, m) if number % 2 else (0, 0)
         results = (Buffer(E4M3, (m, n)), Buffer(E4M3, wanted), SCALAR, SCALAR)
         rule = {"activation": name} | SCALE_RULE
-        yield Call("activation_quantize", (x, ONE), results, rule)
+        weights = (floats(m),) if number % 3 == 0 else ()
+        yield Call("activation_quantize", (x, ONE, *weights), results, rule)
         results = (Buffer(E5M2, (m, cols)), Buffer(E5M2, (cols, m)), Buffer(E4M3, (n, m)), SCALAR, SCALAR)
-        yield Call("activation_backward_quantize", (dy, x, ONE, ONE), (*results, *sums_of(m, cols)), rule)
-        yield Call("activation_amax", (x,), (SCALAR,), {"activation": name})
-        yield Call("activation_backward_amax", (dy, x), (SCALAR,), {"activation": name})
+        yield Call("activation_backward_quantize", (dy, x, ONE, ONE, *weights), (*results, *sums_of(m, cols)), rule)
+        yield Call("activation_amax", (x, *weights), (SCALAR,), {"activation": name})
+        yield Call("activation_backward_amax", (dy, x, *weights), (SCALAR,), {"activation": name})
 
 
 def activation_by_tile() -> Iterator[Call]:
     for number, ((m, n), (square, square_t, rule)) in enumerate(zip(SHAPES, itertools.cycle(squares()), strict=False)):
         name, x, dy, cols = activation_inputs(number + 3, m, n)
         rule = rule | {"activation": name}
-        yield Call("activation_quantize_by_tile", (x,), tile_results(m, n, square, square_t), rule)
+        weights = (floats(m),) if number % 2 else ()
+        yield Call("activation_quantize_by_tile", (x, *weights), tile_results(m, n, square, square_t), rule)
         beside = (Buffer(E4M3, (n, m)), floats(tiles(m), n))
         results = (*tile_results(m, cols, square, square_t), *beside, *sums_of(m, cols))
-        yield Call("activation_backward_quantize_by_tile", (dy, x), results, rule)
+        yield Call("activation_backward_quantize_by_tile", (dy, x, *weights), results, rule)
 
 
 def amax() -> Iterator[Call]:

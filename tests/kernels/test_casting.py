@@ -18,7 +18,8 @@ from reference import assert_same_bits
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.scale import ScaleFormula
-from jax_fp8.kernels.activation import activate, activate_backward, activation_backward_quantize, activation_quantize
+from jax_fp8.kernels.activation import activation_backward_quantize, activation_quantize
+from jax_fp8.kernels.activation_functions import activate, activate_backward
 from jax_fp8.kernels.casting import NOTHING, ORIENTATIONS, SCALAR, PairResults
 from jax_fp8.kernels.dispatch import parse_rule
 from jax_fp8.kernels.norm import NormParameters, norm_quantize, normalize
@@ -189,10 +190,8 @@ EPSILON, BY_TILE = 1e-3, Cast.by_tile(E4M3, (1, 16), ScaleFormula())
 PRODUCERS = {
     "quantize_transpose": (lambda x, dy, cast: quantize_transpose(x, cast), lambda x, dy: x),
     "quantize_transpose_sums": (lambda x, dy, cast: quantize_transpose_sums(x, cast)[0], lambda x, dy: x),
-    "norm_quantize": (
-        lambda x, dy, cast: norm_quantize(x, NORM, EPSILON, cast)[0],
-        lambda x, dy: normalize(x, NORM, EPSILON, x.dtype)[0],
-    ),
+    "norm_quantize": (lambda x, dy, cast: norm_quantize(x, NORM, EPSILON, cast)[0],
+                      lambda x, dy: normalize(x, NORM, EPSILON, x.dtype)[0]),
     "gelu": (lambda x, dy, cast: activation_quantize(x, "gelu", cast), lambda x, dy: activate(x, "gelu")),
     "swiglu": (lambda x, dy, cast: activation_quantize(x, "swiglu", cast), lambda x, dy: activate(x, "swiglu")),
     "gradient of gelu": (
@@ -203,7 +202,7 @@ PRODUCERS = {
         lambda x, dy, cast: activation_backward_quantize(dy, x, "swiglu", cast, cast)[0],
         lambda x, dy: activate_backward(dy, x, "swiglu"),
     ),
-}
+}  # fmt: skip
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels import few_rows, few_rows_gemm
-from jax_fp8.kernels.activation import activate
+from jax_fp8.kernels.activation_functions import activate
 from jax_fp8.kernels.few_rows import FewRows
 from jax_fp8.kernels.few_rows_gemm import KERNEL_ROWS, multiply_few_rows
 from jax_fp8.kernels.norm import NormParameters, norm_quantize, normalize

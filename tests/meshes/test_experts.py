@@ -194,7 +194,9 @@ def test_a_gradient_that_is_counted_twice_is_noticed(monkeypatch):
 
 
 def test_rows_in_another_dtype_than_fp8_are_noticed(monkeypatch):
-    """The dtypes that `explain` lists: input rows in E4M3, results and gradients in bfloat16."""
+    """The dtypes that `explain` lists: input rows in E4M3, output gradients in E5M2, the sums of GEMMs in bfloat16, and
+    the weights of rows and their gradients in float32.
+    """
 
     def dtypes():
         model = model_of("delayed")
@@ -205,13 +207,9 @@ def test_rows_in_another_dtype_than_fp8_are_noticed(monkeypatch):
         found = fp8.explain(step, shapes, jax.ShapeDtypeStruct((8, SEQ + 1), jnp.int32)).collectives
         return sorted(x.dtype for x in found if x.name == "ragged_all_to_all" for _ in range(x.count))
 
-    assert dtypes() == ["bfloat16", "bfloat16", "bfloat16", "float8_e4m3fn"]
-    monkeypatch.setattr(
-        expert_mlp,
-        "_input_rows",
-        lambda x, where, gemm, keep: expert_mlp.quantize_input(expert_rows.take_rows(x, where), gemm, keep),
-    )
-    assert dtypes() == ["bfloat16"] * 4
+    assert dtypes() == ["bfloat16", "bfloat16", "float32", "float32", "float8_e4m3fn", "float8_e5m2"]
+    monkeypatch.setattr(expert_mlp, "_is_by_tile", lambda *_: True)
+    assert dtypes() == ["bfloat16"] * 4 + ["float32"] * 2
 
 
 # ---- where things lie ------------------------------------------------------------------------------------------------

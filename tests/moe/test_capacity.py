@@ -16,7 +16,7 @@ from reference import assert_close as assert_array_close
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
-from jax_fp8.ops.expert_rows import capacity_of, combine_rows, rows_needed, sort_tokens, take_rows
+from jax_fp8.ops.expert_rows import capacity_of, combine_rows, rows_needed, sort_tokens, take_rows, weights_of_rows
 from jax_fp8.ops.expert_travel import most_rows
 
 FEATURES, HIDDEN, EXPERTS, TOKENS, CHOICES = 32, 64, 4, 192, 2
@@ -64,7 +64,8 @@ def test_rows_and_gradients_are_those_of_the_choices_that_are_left():
     weights = np.random.default_rng(1).random(choices.shape, np.float32)
 
     def of(where, x, weights):
-        return jnp.sum(jnp.sin(combine_rows(jnp.tanh(take_rows(x, where)), weights, where)))
+        rows = jnp.tanh(take_rows(x, where)) * weights_of_rows(weights, where)[:, None]
+        return jnp.sum(jnp.sin(combine_rows(rows, where)))
 
     found = jax.jit(jax.value_and_grad(functools.partial(of, where), (0, 1)))(X, weights)
     wanted = jax.jit(jax.value_and_grad(functools.partial(of, whole), (0, 1)))(X, weights * kept)

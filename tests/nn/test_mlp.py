@@ -7,7 +7,7 @@ import pytest
 import reference
 
 import jax_fp8 as fp8
-from jax_fp8.kernels.activation import GATED, PLAIN, activate, is_gated
+from jax_fp8.kernels.activation_functions import GATED, PLAIN, activate, is_gated
 
 
 def flax_mlp(params, x, activation):

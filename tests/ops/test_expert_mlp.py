@@ -10,8 +10,9 @@ from experts import RECIPES, swiglu_mlp
 from reference import assert_close, assert_same_bits, relative_error
 
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.ops import expert_mlp as module
 from jax_fp8.ops.expert_mlp import expert_mlp
-from jax_fp8.ops.expert_rows import combine_rows, sort_tokens
+from jax_fp8.ops.expert_rows import sort_tokens
 from jax_fp8.ops.parameters import LinearParameters
 
 TOKENS, EXPERTS, FEATURES, HIDDEN = 192, 4, 128, 256
@@ -36,8 +37,7 @@ def run(arguments, choices, recipe, dtype=jnp.float32, recompute=False):
     def forward(x, gate, up, down, weights):
         where = sort_tokens(choices, EXPERTS)
         into, back = LinearParameters((gate, up), None), LinearParameters(down, None)
-        rows, _ = expert_mlp(x, where, into, back, gemms, "swiglu", dtype, recompute=recompute)
-        return combine_rows(rows, weights, where)
+        return expert_mlp(x, weights, where, into, back, gemms, "swiglu", dtype, recompute=recompute)[0]
 
     y, pullback = jax.vjp(forward, *arguments)
     return y, pullback(signs(y))
@@ -123,18 +123,20 @@ def test_recompute_keeps_tokens_and_no_rows_in_fp8():
     def kept(recompute):
         gemms = Fp8Gemm(RECIPES["current"], "mlp/gate+up"), Fp8Gemm(RECIPES["current"], "mlp/down")
 
-        def forward(x, gate, up, down):
+        def forward(x, gate, up, down, weights):
             where = sort_tokens(choices, EXPERTS)
             into, back = LinearParameters((gate, up), None), LinearParameters(down, None)
-            return expert_mlp(x, where, into, back, gemms, "swiglu", recompute=recompute)[0]
+            return expert_mlp(x, weights, where, into, back, gemms, "swiglu", recompute=recompute)[0]
 
-        pullback = jax.eval_shape(lambda *kernels: jax.vjp(forward, *kernels)[1], *arguments[:4])
+        pullback = jax.eval_shape(lambda *arguments: jax.vjp(forward, *arguments)[1], *arguments)
         return [(leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(pullback)]
 
     rows = jax.eval_shape(partial(sort_tokens, experts=EXPERTS), choices).pairs.size
     assert ("float8_e4m3fn", (FEATURES, rows)) in kept(False)
     assert ("float8_e4m3fn", (FEATURES, rows)) not in kept(True)
     assert ("bfloat16", (TOKENS, FEATURES)) in kept(True)
+    wide = [shape for dtype, shape in kept(False) if dtype == "bfloat16" and len(shape) == 2]
+    assert wide == [(rows, 2 * HIDDEN)]  # and nothing of what the experts return
 
 
 def test_the_order_of_tokens_does_not_matter():
@@ -150,7 +152,7 @@ def test_the_order_of_tokens_does_not_matter():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_token_without_a_row_has_no_part_in_the_cast(recompute):
     """Negative control: with a row it has."""
-    (x, *kernels, _), choices = inputs(jnp.bfloat16)
+    (x, *kernels, weights), choices = inputs(jnp.bfloat16)
     x[5], choices[5] = 1000, EXPERTS
     nothing = x.copy()
     nothing[5] = 0
@@ -161,9 +163,46 @@ def test_a_token_without_a_row_has_no_part_in_the_cast(recompute):
     def amaxes(x, choices):
         up, down = LinearParameters((kernels[0], kernels[1]), None), LinearParameters(kernels[2], None)
         gemms = Fp8Gemm(RECIPES["current"], "mlp/gate+up"), Fp8Gemm(RECIPES["current"], "mlp/down")
-        rows, found = expert_mlp(x, sort_tokens(choices, EXPERTS), up, down, gemms, "swiglu", recompute=recompute)
-        return rows, found
+        where = sort_tokens(choices, EXPERTS)
+        return expert_mlp(x, weights, where, up, down, gemms, "swiglu", recompute=recompute)
 
     found, wanted = amaxes(x, choices), amaxes(nothing, choices)
     jax.tree.map(assert_same_bits, found, wanted)
     assert float(found[1][0][0]) < 10 and float(amaxes(x, with_row)[1][0][0]) == 1000
+
+
+def test_a_residual_is_added_before_the_one_rounding():
+    """And its gradient is that of the result. Negative control: added after the rounding it gives other bits."""
+    arguments, choices = inputs(jnp.bfloat16)
+    residual = np.random.default_rng(7).normal(size=(TOKENS, FEATURES), scale=9).astype(jnp.bfloat16)
+
+    @jax.jit
+    def layer(residual):
+        x, gate, up, down, weights = arguments
+        parameters = LinearParameters((gate, up), None), LinearParameters(down, None)
+        gemms = Fp8Gemm(RECIPES["current"], "mlp/gate+up"), Fp8Gemm(RECIPES["current"], "mlp/down")
+        where = sort_tokens(choices, EXPERTS)
+        return expert_mlp(x, weights, where, *parameters, gemms, "swiglu", residual=residual)[0]
+
+    y, pullback = jax.vjp(layer, residual)
+    assert_same_bits(pullback(signs(y))[0], signs(y))
+    alone = layer(np.zeros_like(residual))
+    assert relative_error(y, np.asarray(alone, np.float32) + residual.astype(np.float32)) < 2.0**-7
+    with pytest.raises(AssertionError):
+        assert_same_bits(y, alone + residual)
+
+
+def test_the_gradient_of_a_token_is_cast_once(monkeypatch):
+    """With one scale a tensor its bytes are copied. Negative control: as by tile, where each row has a cast."""
+    arguments, choices = inputs(jnp.bfloat16)
+    rows = jax.eval_shape(partial(sort_tokens, experts=EXPERTS), choices).pairs.size
+
+    def casts():
+        """Rows of the matrices, as wide as a token, that become E5M2."""
+        call = partial(run.__wrapped__, recipe=RECIPES["current"], dtype=jnp.bfloat16)
+        text = str(jax.make_jaxpr(call)(arguments, choices))
+        return {count for count in (TOKENS, rows) if f"f8_e5m2[{count},{FEATURES}] = convert" in text}
+
+    assert casts() == {TOKENS}
+    monkeypatch.setattr(module, "_is_by_tile", lambda *_: True)
+    assert casts() == {rows}

@@ -11,12 +11,14 @@ from reference import assert_close, assert_same_bits
 from jax_fp8.core.formats import E5M2
 from jax_fp8.ops.expert_rows import (
     ExpertRows,
+    choices_of_rows,
     combine_rows,
     rows_needed,
     sort_tokens,
     take_own_rows_of_fp8,
     take_rows,
     tokens_with_rows,
+    weights_of_rows,
 )
 
 SORT, TAKE, COMBINE = jax.jit(sort_tokens, static_argnums=1), jax.jit(take_rows), jax.jit(combine_rows)
@@ -40,6 +42,10 @@ CASES = {
 
 def normal(seed, *shape, dtype=jnp.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def weighted(x, weights, where):
+    return combine_rows(take_rows(x, where) * weights_of_rows(weights, where)[:, None], where)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -77,18 +83,16 @@ def test_padding_has_no_row():
     where, alone = SORT(told, EXPERTS), SORT(choices[is_token], EXPERTS)
     assert_same_bits(where.starts, alone.starts)
     np.testing.assert_array_equal(np.asarray(where.rows)[is_token], alone.rows)
-    x, weights = normal(5, TOKENS, 32), np.random.default_rng(6).random(choices.shape, np.float32)
+    x = normal(5, TOKENS, 32)
     rows = np.asarray(TAKE(x, where))
     found = TAKE(x[is_token], alone)
     assert_same_bits(rows[: found.shape[0]], found)
     assert not rows[found.shape[0] :].any()
-    back = np.asarray(COMBINE(rows, weights, where))
-    assert_same_bits(back[is_token], COMBINE(found, weights[is_token], alone))
+    back = np.asarray(COMBINE(rows, where))
+    assert_same_bits(back[is_token], COMBINE(found, alone))
     assert not back[~is_token].any() and x[~is_token].any()
-    of_squares = jax.grad(lambda x, w: jnp.sum(combine_rows(take_rows(x, where), w, where) ** 2), (0, 1))
-    gradients = jax.jit(of_squares)(x, weights)
-    assert not any(np.asarray(gradient)[~is_token].any() for gradient in gradients)
-    assert all(np.asarray(gradient)[is_token].any() for gradient in gradients)
+    dx = np.asarray(jax.jit(jax.grad(lambda x: jnp.sum(combine_rows(take_rows(x, where), where) ** 2)))(x))
+    assert not dx[~is_token].any() and dx[is_token].all()
 
 
 def test_there_and_back_is_exact():
@@ -98,7 +102,7 @@ def test_there_and_back_is_exact():
     is_filling = np.asarray(where.pairs) == TOKENS * CHOICES
     assert is_filling.any() and not np.asarray(rows)[is_filling].any()
     assert_same_bits(np.asarray(rows)[np.asarray(where.rows)], np.stack([x, x], axis=1))
-    assert_same_bits(COMBINE(rows, np.full((TOKENS, CHOICES), 0.5, np.float32), where), x)
+    assert_same_bits(COMBINE(rows, where), 2 * x)
 
 
 def test_the_sum_over_choices_and_its_gradients():
@@ -106,30 +110,44 @@ def test_the_sum_over_choices_and_its_gradients():
     choices = CASES["even"]
     where = SORT(choices, EXPERTS)
     x, weights, dy = normal(0, TOKENS, FEATURES), normal(1, TOKENS, CHOICES), normal(2, TOKENS, FEATURES)
-    scale = normal(3, where.pairs.size, 1)
+    residual, scale = normal(4, TOKENS, FEATURES), normal(3, where.pairs.size, 1)
 
     @jax.jit
-    def differentiate(x, weights, dy):
-        def transform(x, weights):
-            return combine_rows(take_rows(x, where) * scale + 7 * jnp.sign(scale), weights, where)
+    def differentiate(x, weights, residual, dy):
+        def transform(x, weights, residual):
+            rows = take_rows(x, where) * scale + weights_of_rows(weights, where)[:, None] + 7 * jnp.sign(scale)
+            return combine_rows(rows, where, residual)
 
-        y, pullback = jax.vjp(transform, x, weights)
+        y, pullback = jax.vjp(transform, x, weights, residual)
         return y, *pullback(dy)
 
-    y, dx, dweights = differentiate(x, weights, dy)
+    y, dx, dweights, dresidual = differentiate(x, weights, residual, dy)
     of_tokens, x, weights, dy, scale = (np.asarray(array, np.float64) for array in (where.rows, x, weights, dy, scale))
     scale = scale[:, 0][of_tokens.astype(int)]  # (tokens, choices)
-    rows = x[:, None, :] * scale[..., None] + 7 * np.sign(scale)[..., None]
-    assert_close(y, np.einsum("tc,tch->th", weights, rows), "float32")
-    assert_close(dx, np.einsum("tc,th,tc->th", weights, dy, scale), "float32")
-    assert_close(dweights, np.einsum("th,tch->tc", dy, rows), "float32")
+    rows = x[:, None, :] * scale[..., None] + (weights + 7 * np.sign(scale))[..., None]
+    assert_close(y, rows.sum(axis=1) + residual, "float32")
+    assert_close(dx, np.einsum("th,tc->th", dy, scale), "float32")
+    assert_close(dweights, np.repeat(dy.sum(axis=1, keepdims=True), CHOICES, axis=1), "float32")
+    assert_same_bits(dresidual, dy.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_of_rows_and_back(name):
+    """Every choice that has a row finds its weight there, and the other rows have none."""
+    choices = CASES[name].copy()
+    choices[0] = EXPERTS  # padding
+    where, weights = SORT(choices, EXPERTS), 1 + np.random.default_rng(5).random(choices.shape, np.float32)
+    of_rows = np.asarray(jax.jit(weights_of_rows)(weights, where))
+    assert np.count_nonzero(of_rows) == np.count_nonzero(choices < EXPERTS)
+    wanted = np.where(choices < EXPERTS, weights, 0)
+    assert_same_bits(jax.jit(choices_of_rows)(of_rows, where), wanted)
+    assert_same_bits(of_rows[np.asarray(where.rows)[1:]], weights[1:])
 
 
 def test_filling_has_no_gradient():
     where = SORT(CASES["even"], EXPERTS)
     is_filling = np.asarray(where.pairs) == TOKENS * CHOICES
-    weights = jnp.ones((TOKENS, CHOICES))
-    of_rows = jax.grad(lambda rows: jnp.sum(jnp.sin(combine_rows(rows, weights, where))))
+    of_rows = jax.grad(lambda rows: jnp.sum(jnp.sin(combine_rows(rows, where))))
     drows = jax.jit(of_rows)(normal(0, where.pairs.size, FEATURES))
     assert not np.asarray(drows)[is_filling].any() and np.asarray(drows)[~is_filling].all()
     dx = jax.jit(jax.grad(lambda x: jnp.sum(take_rows(x, where)[is_filling])))(normal(0, TOKENS, FEATURES))
@@ -140,9 +158,9 @@ def test_a_token_with_a_wrong_expert_would_be_noticed():
     where = jax.tree.map(np.array, SORT(CASES["even"], EXPERTS))
     swapped = ExpertRows(where.rows.copy(), where.pairs, where.starts)
     swapped.rows[0, 0] = where.rows[1, 0]
-    x, weights = normal(0, TOKENS, FEATURES), np.ones((TOKENS, CHOICES), np.float32)
+    x = normal(0, TOKENS, FEATURES)
     rows = TAKE(x, where)
-    right, wrong = COMBINE(rows, weights, where), COMBINE(rows, weights, swapped)
+    right, wrong = COMBINE(rows, where), COMBINE(rows, swapped)
     assert_close(right, 2 * np.asarray(x), "float32")
     with pytest.raises(AssertionError, match="relative error"):
         assert_close(wrong, 2 * np.asarray(x), "float32")
@@ -153,9 +171,7 @@ def test_no_scatter_and_no_float_atomics():
     where = SORT(CASES["even"], EXPERTS)
 
     def gradient(x, weights, where):
-        return jax.grad(lambda x, weights: jnp.sum(jnp.sin(combine_rows(take_rows(x, where), weights, where))), (0, 1))(
-            x, weights
-        )
+        return jax.grad(lambda x, weights: jnp.sum(jnp.sin(weighted(x, weights, where))), (0, 1))(x, weights)
 
     def through_jax(x):
         return jnp.sum(x[where.pairs // CHOICES])
@@ -173,7 +189,7 @@ def test_each_device_of_an_explicit_mesh_sorts_its_own():
 
     def run(x, weights, choices, dy):
         where = sort_tokens(choices, EXPERTS)
-        y, pullback = jax.vjp(lambda x, weights: combine_rows(take_rows(x, where), weights, where), x, weights)
+        y, pullback = jax.vjp(lambda x, weights: weighted(x, weights, where), x, weights)
         return where, y, pullback(dy)
 
     _, y, gradients = jax.jit(run)(x, weights, choices, dy)

@@ -15,7 +15,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.kernels.activation import activate, activate_backward, is_gated
+from jax_fp8.kernels.activation_functions import activate, activate_backward, is_gated
 from jax_fp8.kernels.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_mlp import norm_mlp

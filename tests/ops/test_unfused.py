@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 
-from jax_fp8.kernels.activation import activate
+from jax_fp8.kernels.activation_functions import activate
 from jax_fp8.kernels.norm import NormParameters, normalize
 from jax_fp8.ops.unfused import apply_activation, apply_norm
 

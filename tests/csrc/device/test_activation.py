@@ -33,28 +33,28 @@ def inputs(activation, shape, dtype, backward):
     return dy, (rng.normal(size=(rows, width * halves)) * np.tile(np.sqrt(sizes), halves)).astype(dtype)
 
 
-def problem_of(activation, dy, x, offset=0):
+def problem_of(activation, dy, x, row_weights, offset=0):
     gated = activation in plain.GATES
-    arrays = [None if dy is None else Input(dy, offset * x.itemsize), Input(x, offset * x.itemsize)]
+    arrays = [None if dy is None else Input(dy, offset * x.itemsize), Input(x, offset * x.itemsize), row_weights]
     function = NAMES.index(plain.GATES.get(activation, activation))
     return *arrays, SOURCES.index(x.dtype), function, gated, x.shape[0], x.shape[1] // (1 + gated)
 
 
-def elements(activation, dy, x):
+def elements(activation, dy, x, row_weights):
     """y, or dx and y, as they are cast."""
     rows, width = x.shape[0], x.shape[1] // (1 + (activation in plain.GATES))
     parts = 1 if dy is None else x.shape[1] // max(1, width)
     made = np.zeros((rows, parts + (dy is not None), width), np.float32)
     if made.size:
         kernels = compile_for_cpu("activation.cu", ACTIVATION)
-        problem = problem_of(activation, dy, x)
+        problem = problem_of(activation, dy, x, row_weights)
         (made,) = kernels.call("elements", *problem, Result(made.shape, np.float32), orders=["forward"])
     return made[:, :parts].reshape(rows, parts * width), made[:, -1]
 
 
-def run(activation, dy, x, rule=BY_LINE, changes=(), offset=0, orders=ORDERS):
+def run(activation, dy, x, row_weights, rule=BY_LINE, changes=(), offset=0, orders=ORDERS):
     """The cast, and beside a gradient its sums, the activated tensor and the scales of that."""
-    problem = problem_of(activation, dy, x, offset)
+    problem = problem_of(activation, dy, x, row_weights, offset)
     rows, width, cols = problem[-2], problem[-1], problem[-1] if dy is None else x.shape[1]
     beside = [None] * 4
     if dy is not None:
@@ -72,9 +72,9 @@ def run(activation, dy, x, rule=BY_LINE, changes=(), offset=0, orders=ORDERS):
     return cast, [array for array in got if dy is not None]
 
 
-def check(activation, dy, x, rule=BY_LINE, **how):
-    cast, beside = run(activation, dy, x, rule, **how)
-    made, y = elements(activation, dy, x)
+def check(activation, dy, x, rule=BY_LINE, row_weights=None, **how):
+    cast, beside = run(activation, dy, x, row_weights, rule, **how)
+    made, y = elements(activation, dy, x, row_weights)
     rule.check(made, cast)
     if dy is None:
         return
@@ -100,6 +100,20 @@ def test_every_activation(activation, backward, dtype):
 def test_shapes(shape, activation, backward):
     for rule, offset in ((BY_LINE, 0), (OF_GRADIENTS, 1)):  # with and without vectors
         check(activation, *inputs(activation, shape, ml_dtypes.bfloat16, backward), rule, offset=offset)
+
+
+@pytest.mark.parametrize("shape", [(272, 384), (33, 65)], ids=str)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("activation", ["squared_relu", "reglu"])
+def test_weights_of_rows(activation, backward, shape):
+    """Of `squared_relu` backward a block also makes tiles past the last row, which have no weight."""
+    dy, x = inputs(activation, shape, ml_dtypes.bfloat16, backward)
+    weights = np.exp2(np.arange(shape[0]) % 7).astype(np.float32)
+    check(activation, dy, x, row_weights=weights)
+    made, y = elements(activation, dy, x, weights)
+    plain_made, plain_y = elements(activation, dy, x, None)
+    assert_same_bits(made, plain_made * weights[:, None])
+    assert_same_bits(y, plain_y * weights[:, None])
 
 
 @pytest.mark.parametrize("shape", [(144, 128), (33, 65)], ids=str)
@@ -160,14 +174,16 @@ AHEAD = {
     "the other half's inputs": (FAST, "take_patch(slots, half", "take_patch(slots, 0"),
     "what is outside stays": (PATCHES, "write_vector(slots.at<T>(first + i), filled_with<T>(0))", ""),
     "tiles left out": (FAST, "tile += gridDim.x", "tile += 2 * gridDim.x"),
+    "a weight past the last row": ("activation.cu", "row_weights && row < rows", "row_weights"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", planted(AHEAD))
 def test_a_mistake_ahead_is_noticed(mistake):
     dy, x = inputs("squared_relu", (272, 400), ml_dtypes.bfloat16, True)
+    weights = np.exp2(np.arange(272) % 7).astype(np.float32)
     with pytest.raises((AssertionError, EmulationError)):
-        check("squared_relu", dy, x, changes=(AHEAD[mistake], *ONLY_BFLOAT16))
+        check("squared_relu", dy, x, changes=(AHEAD[mistake], *ONLY_BFLOAT16), row_weights=weights)
 
 
 @pytest.mark.parametrize("mistake", planted(MISTAKES))

@@ -1,6 +1,6 @@
 """Does a mixture of experts learn in FP8 as in bfloat16? One model on one text in each, and controls that must fail.
 
-    python benchmarks/mixture_curves.py                # 8 layers of 16 experts, 15 runs: some 8 minutes on one H200
+    python benchmarks/mixture_curves.py                # 8 layers of 16 experts, 15 runs on one H200
     python benchmarks/mixture_curves.py --recipes bf16 delayed --balances aux    # some of the runs
     python benchmarks/mixture_curves.py --data FILE_OR_DIR
     python benchmarks/mixture_curves.py --self-test    # a tiny mixture on any machine, in two minutes

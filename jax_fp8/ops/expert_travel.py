@@ -137,13 +137,21 @@ def _exchange(rows: jax.Array, slices: Slices, axis: str, arriving: int) -> jax.
 
 
 def _ragged(axis: str, arriving: int, rows: jax.Array, slices: Slices) -> jax.Array:
-    nothing = jnp.zeros((arriving, *rows.shape[1:]), rows.dtype)
+    rows, nothing = _with_zeros(rows, arriving)
     devices = lax.axis_size(axis)
     if jax.process_count() == 1 and devices <= MOST_DEVICES_OF_KERNEL:
         slices = slices.in_pieces(math.ceil(SLICES_OF_A_DEVICE * devices / slices.sizes.size))
     return lax.ragged_all_to_all(
         rows, nothing, slices.starts, slices.sizes, slices.targets, slices.arriving, axis_name=axis
     )
+
+
+def _with_zeros(rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The rows, and so many of zeros, which are made once the rows are there. Otherwise XLA makes those of all layers
+    at once, in one kernel, and they wait in memory.
+    """
+    zero, rows = lax.optimization_barrier((jnp.zeros((), rows.dtype), rows))
+    return rows, jnp.broadcast_to(zero, (count, *rows.shape[1:]))
 
 
 def _from_all(axis: str, arriving: int, rows: jax.Array, slices: Slices) -> jax.Array:

@@ -18,7 +18,7 @@ from jax_fp8.grads import tape
 from jax_fp8.inspect.hlo import CALLS, by_computation, executed
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.grouped_gemm import GRADIENT_TARGET, TARGET, grouped_matmul
-from jax_fp8.ops import grouped_linear
+from jax_fp8.ops import expert_travel, grouped_linear
 from jax_fp8.ops.expert_rows import rows_needed
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.router import ROUTER_SCOPE
@@ -228,6 +228,22 @@ def test_rows_travel_and_kernels_of_experts_stay(name, axes, wanted, monkeypatch
     assert gradients_of_experts(program) == [axes[axis] for axis in ("data",) if axis in axes]
     if name != "none":
         assert program.custom_calls[TARGET] == 4 and unquantized(program) == []
+
+
+def zeros_that_wait(program) -> int:
+    """The most arrays of a device's own rows that one fusion makes: zeros, into which rows return."""
+    rows = BATCH * SEQ // 4 * CONFIG.experts_per_token, WIDTH
+    fusions = [i for i in program.instructions if i.launches and i.opcode == "fusion"]
+    return max(sum(made.shape == rows for made in i.results) for i in fusions)
+
+
+def test_zeros_into_which_rows_travel_are_made_one_by_one(monkeypatch, with_kernels):
+    """Negative control: zeros that depend on nothing are made in one kernel for forward and backward."""
+    h200.use_cudnn(monkeypatch)
+    assert zeros_that_wait(compiled("delayed", config=EIGHT, expert=4)) == 1
+    of_nothing = lambda rows, count: (rows, jnp.zeros((count, *rows.shape[1:]), rows.dtype))  # noqa: E731
+    monkeypatch.setattr(expert_travel, "_with_zeros", of_nothing)
+    assert zeros_that_wait(compiled("delayed", config=EIGHT, expert=4)) == 2
 
 
 def test_a_sum_of_gradients_of_other_experts_is_seen(monkeypatch, with_kernels):

@@ -19,14 +19,24 @@ from flax.typing import Dtype, Initializer
 from jax_fp8.core.checks import check_integer, check_number
 from jax_fp8.core.paths import experts_name, joined_name
 from jax_fp8.core.recipe_rules import recipe_of_all
-from jax_fp8.core.shards import ParamSharding, current_experts, current_tensor, declare_sharding, sum_over_batch
+from jax_fp8.core.shards import (
+    COLUMNS,
+    EXPERTS,
+    ROWS,
+    ParamSharding,
+    current_experts,
+    current_tensor,
+    declare_sharding,
+    parts_of,
+    sum_over_batch,
+)
 from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.kernels.quantize import as_tuple
-from jax_fp8.nn.checks import check_layer, check_padding, layer_name
+from jax_fp8.nn.checks import check_is_split, check_layer, check_padding, layer_name
 from jax_fp8.nn.declared_gemm import DeclaredGemm
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
@@ -35,6 +45,7 @@ from jax_fp8.nn.names import named
 from jax_fp8.nn.router import RouterVariables
 from jax_fp8.nn.shared_expert import SharedExpert
 from jax_fp8.ops.cached_attention import is_token
+from jax_fp8.ops.collectives import gather_rows, own_rows
 from jax_fp8.ops.expert_mlp import expert_mlp
 from jax_fp8.ops.expert_rows import ExpertRows, check_capacity, sort_tokens
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
@@ -137,21 +148,23 @@ class LayerNormMoE(Fp8Module):
 
         Raises:
           ValueError: if a field is not valid, sizes are not multiples of 16 with a recipe, an array has another shape
-            or dtype, or an axis `tensor` splits the layer; or if a layer with dropout has `deterministic` twice, or not
-            at all.
+            or dtype, or an axis `tensor` does not split the experts; or if a layer with dropout has `deterministic`
+            twice, or not at all.
         """
         check_layer(self, x, ("hidden_features", "num_experts"))
+        tensor = current_tensor()
+        all_rows = x.shape[:-1] if tensor is None else tensor.all_rows(x.shape[:-1])
         if lengths is not None:
-            check_padding(layer_name(self), None, lengths, x.shape[:-1])
+            check_padding(layer_name(self), None, lengths, all_rows)
         _check_fields(self)
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(**shared_fields(self, NormVariables), name="norm")(features)
         router = RouterVariables(self.kernel_init, self.logical_axes, self.router_correction_bias, name="router")
         router = router(features, self.num_experts)
         names = ("gate", "up") if is_gated(self.activation) else ("up",)
-        up = self._declare(names, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))
+        up = self._declare(names, features, hidden, self.kernel_init, ("expert", "embed", "mlp"), COLUMNS)
         down_init = self.down_init or self.kernel_init
-        down = self._declare(("down",), hidden, features, down_init, ("expert", "mlp", "residual"))
+        down = self._declare(("down",), hidden, features, down_init, ("expert", "mlp", "residual"), ROWS)
         if (up.fp8 is None) != (down.fp8 is None):
             raise ValueError(
                 f"{layer_name(self)}: all kernels of experts must be in FP8 or none, got rules with a recipe for one "
@@ -160,10 +173,13 @@ class LayerNormMoE(Fp8Module):
 
         tokens = as_matrix(x.astype(self.dtype))
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
-        mask = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
-        routing = route(normalized, router.kernel, RouterRule.from_fields(vars(self)), router.bias, mask)
-        expert_rows = sort_tokens(routing.experts, self.num_experts, current_experts(), self.capacity_factor)
-        dropped = self._dropped_fraction(routing, expert_rows)
+        mask = None
+        if lengths is not None:
+            mask = own_rows(as_matrix(is_token(lengths, all_rows[-1])[..., None])[:, 0], tensor)
+        routing = route(normalized, router.kernel, RouterRule.from_fields(vars(self)), router.bias, mask, tensor)
+        chosen = gather_rows(routing.experts, tensor)
+        expert_rows = sort_tokens(chosen, self.num_experts, current_experts(), self.capacity_factor)
+        dropped = self._dropped_fraction(chosen, expert_rows)
         router.record.measure(EXPERT_USE, jnp.append(routing.fractions, jnp.stack([dropped, routing.entropy])))
         self._sow(routing, dropped)
         drops_some = drops(self, deterministic)
@@ -183,6 +199,7 @@ class LayerNormMoE(Fp8Module):
             self.dtype,
             residual=added,
             recompute=self.recompute,
+            tensor=tensor,
         )
         if amaxes is not None:
             up.stage(amaxes[0])
@@ -191,29 +208,37 @@ class LayerNormMoE(Fp8Module):
         return y.reshape(x.shape)
 
     def _declare(
-        self, names: tuple[str, ...], in_features: int, features: int, init: Initializer, axes: tuple[str, ...]
+        self,
+        names: tuple[str, ...],
+        in_features: int,
+        features: int,
+        init: Initializer,
+        axes: tuple[str, ...],
+        split_dim: int,
     ) -> DeclaredGemm:
-        """One grouped GEMM by the kernels of these layers side by side; `axes` are the names of their dims."""
-        split = current_experts()
-        shape = self.num_experts // (split.size if split else 1), in_features, features  # of this device
-        axes_if_named = axes if self.logical_axes else None
-        kernels = tuple(_Experts(shape, init, axes_if_named, self.param_dtype, name=name)() for name in names)
+        """One grouped GEMM by the kernels of these layers side by side; `axes` are the names of their dims, and
+        `split_dim` is the one that `tensor` splits.
+        """
+        whole_shape = self.num_experts, in_features, features
+        how = init, axes if self.logical_axes else None, self.param_dtype, split_dim
+        kernels = tuple(_Experts(whole_shape, *how, name=name)() for name in names)
+        shape = kernels[0].shape  # of this device
         recipe = recipe_of_all(self.recipe, self.path, names)
         if recipe is None:
             return DeclaredGemm(_side_by_side(kernels))
         layer = "/".join((layer_name(self), joined_name(names)))
-        check_multiples_of_16(layer, in_features, (features,) * len(names))
+        check_multiples_of_16(layer, shape[1], (shape[2],) * len(names), current_tensor())
         state = GemmState(recipe, layer, name=experts_name(names))
         declared = state(_side_by_side(tuple(map(as_one_matrix, kernels))), None)
         kernels = tuple(kernel.reshape(shape) for kernel in as_tuple(declared.parameters.kernel))
         return replace(declared, parameters=_side_by_side(kernels))
 
-    def _dropped_fraction(self, routing: Routing, expert_rows: ExpertRows) -> jax.Array:
+    def _dropped_fraction(self, chosen: jax.Array, expert_rows: ExpertRows) -> jax.Array:
         """The share f32[] of the choices of all tokens that have no row for want of capacity."""
         if self.capacity_factor is None:
             return jnp.float32(0)
         assert expert_rows.dropped is not None, "counted where there is a capacity"
-        numbers = jnp.sum(expert_rows.dropped), jnp.sum(routing.experts < self.num_experts)
+        numbers = jnp.sum(expert_rows.dropped), jnp.sum(chosen < self.num_experts)
         dropped, chosen = (sum_over_batch(number.astype(jnp.float32)) for number in numbers)
         return dropped / jnp.maximum(chosen, 1)
 
@@ -240,18 +265,28 @@ def apply_with_losses(
 
 
 class _Experts(nn.Module):
-    """The kernels (experts, in, out) of one layer of all experts, each initialized by itself. On an Explicit mesh that
-    splits them, as the state of a step has them, they are gathered: the layer needs all experts of its tokens.
+    """The kernels (experts, in, out) of one layer of all experts, each initialized by itself; in a step on shards those
+    of this device. On an Explicit mesh that splits them, as the state of a step has them, they are gathered: the layer
+    needs all experts of its tokens.
     """
 
     shape: tuple[int, int, int]
     kernel_init: Initializer
     axes: tuple[str, ...] | None
     param_dtype: Dtype
+    split_dim: int
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        declare_sharding((*self.path, "kernel"), ParamSharding(has_experts=True))
+        path, dim, tensor = (*self.path, "kernel"), self.split_dim, current_tensor()
+        sharding = ParamSharding(dim, self.shape[dim], "hidden features of experts", has_experts=True)
+        declare_sharding(path, sharding)
+        shape, experts = list(self.shape), current_experts()
+        if experts is not None:
+            shape[EXPERTS] //= experts.size
+        if tensor is not None:
+            check_is_split("/".join(path), parts_of(path, dim), tensor)
+            shape[dim] //= tensor.size
 
         def init_each(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
             experts, *kernel_shape = shape
@@ -259,11 +294,11 @@ class _Experts(nn.Module):
             return jax.vmap(lambda key: self.kernel_init(key, tuple(kernel_shape), dtype))(keys)
 
         init = named(init_each, self.axes, self.axes is not None)
-        return whole(self.param("kernel", init, self.shape, self.param_dtype))
+        return whole(self.param("kernel", init, tuple(shape), self.param_dtype))
 
 
 def _check_fields(module: LayerNormMoE) -> None:
-    """Raise unless the fields of routing are valid, and no mesh axis splits layers."""
+    """Raise unless the fields of routing are valid, and no adapters are for experts."""
     layer = layer_name(module)
     for name in ("router_aux_loss", "router_z_loss"):
         check_number(f"{layer}: {name}", getattr(module, name), "that is not negative", lambda weight: weight >= 0)
@@ -278,10 +313,4 @@ def _check_fields(module: LayerNormMoE) -> None:
         raise ValueError(
             f"{layer}: experts have no adapters, got {module.lora}; name other layers, such as "
             'targets=("query", "key", "value", "out")'
-        )
-    tensor = current_tensor()
-    if tensor is not None:
-        raise ValueError(
-            f"{layer}: a mixture of experts is split by whole experts alone, got {tensor.axis}={tensor.size}; use a "
-            "mesh with the axes data, fsdp and expert"
         )

@@ -33,6 +33,14 @@ def gather_rows(x: jax.Array, tensor: TensorParallel | None) -> jax.Array:
     return lax.all_gather(x, tensor.axis, axis=0, tiled=True)
 
 
+def own_rows(x: jax.Array, tensor: TensorParallel | None) -> jax.Array:
+    """This device's rows (m / size, ...) of those of all devices (m, ...)."""
+    if tensor is None or not tensor.sequence:
+        return x
+    own = x.shape[0] // tensor.size
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(tensor.axis) * own, own)
+
+
 def reduce_rows(partial_sums: jax.Array, tensor: TensorParallel | None) -> jax.Array:
     """The sum (m, ...) over the devices: all of it, or with sequence parallelism each device's own rows."""
     if tensor is None:

@@ -9,6 +9,9 @@ Where the recipe has one scale a tensor, a token is cast once, and its bytes are
 forward those of `x`, and in the backward those of the output gradient. Where experts are split over devices, they also
 travel in FP8. Results of `down`, and input gradients of `up`, travel in `dtype`.
 
+Where `tensor` splits each expert, its devices have the same rows and a part of the hidden features. Their results are
+parts of sums, as those of ops/norm_mlp.py, and so are the gradients of `x` and of the weights.
+
 The kernels that activate and cast are those of ops/norm_mlp.py, which treat rows in groups as any other matrix. Kept
 for the backward: the input of the activation, and the FP8 residuals of both GEMMs, for all rows. With `recompute` the
 tokens are kept instead of the FP8 input of `up`; that saves memory where something else keeps them anyway.
@@ -25,6 +28,8 @@ from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import (
     activation_amax,
     activation_backward_amax,
@@ -35,7 +40,7 @@ from jax_fp8.kernels.activation_functions import activate, activate_backward, ro
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.vma import match_vma
-from jax_fp8.ops.collectives import whole_pair
+from jax_fp8.ops.collectives import enter, gather_pair, gather_rows, leave, own_rows, reduce_rows, whole_pair
 from jax_fp8.ops.expert_rows import (
     ExpertRows,
     choices_of_rows,
@@ -71,6 +76,7 @@ def expert_mlp(
     *,
     residual: jax.Array | None = None,
     recompute: bool = False,
+    tensor: TensorParallel | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """`Σ down(weight · activate(up(x)))` over the experts of every token.
 
@@ -82,6 +88,8 @@ def expert_mlp(
       gemms: how to quantize for `up` and `down`, or None for plain products in `dtype`.
       residual: (tokens, k) in `dtype`, added before the sum is rounded.
       recompute: keep `x`, and sort and quantize it again in the backward, instead of keeping its rows in FP8.
+      tensor: the axis that splits each expert: `up` by columns, `down` by rows. With sequence parallelism `x`,
+        `weights`, `residual` and the result have this device's own tokens, and `where` is of all tokens.
 
     Returns:
       (tokens, k) in `dtype`, and the amaxes f32[2] of the up and of the down GEMM (None without `gemms`).
@@ -94,12 +102,12 @@ def expert_mlp(
         def plain(
             x: jax.Array, weights: jax.Array, up: LinearParameters, down: LinearParameters, where: ExpertRows
         ) -> jax.Array:
-            hidden = plain_grouped_linear(take_rows(x, where), up, where, dtype)
-            activated = activate(hidden, activation, weights_of_rows(weights, where))
-            return combine_rows(plain_grouped_linear(activated, down, where, dtype), where, residual)
+            hidden = plain_grouped_linear(take_rows(enter(x, tensor), where), up, where, dtype)
+            activated = activate(hidden, activation, weights_of_rows(enter(weights, tensor), where))
+            return _combine(plain_grouped_linear(activated, down, where, dtype), where, residual, tensor)
 
         return keeping_products(plain, recompute)(x, weights, up, down, where), None
-    static = _Static(activation, dtype, recompute, widths_of(up), widths_of(down))
+    static = _Static(activation, dtype, recompute, widths_of(up), widths_of(down), tensor)
     x, weights, up, down = match_vma(x, weights, up, down)
     return _expert_mlp(static, x, weights, where, up, down, gemms, residual)
 
@@ -111,6 +119,7 @@ class _Static:
     recompute: bool
     up_widths: tuple[int, ...]
     down_widths: tuple[int, ...]
+    tensor: TensorParallel | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -138,7 +147,8 @@ def _run(
     residual: jax.Array | None,
     keep: bool,
 ):
-    rows, row_weights = _input_rows(x, where, gemms[0], keep), weights_of_rows(weights, where)
+    rows = _input_rows(x, where, gemms[0], static.tensor, keep)
+    row_weights = weights_of_rows(gather_rows(weights, static.tensor), where)
     hidden, up_amaxes, up_kept = forward_experts(rows, up, where.starts, gemms[0], static.dtype)
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation, row_weights))
     pair = activation_quantize(hidden, static.activation, activated_cast, row_weights, orientations="rowwise")
@@ -147,7 +157,7 @@ def _run(
         *((hidden, row_weights), pair, activated_cast, gemms[1]),
     )
     down_rows, down_amaxes, down_kept = forward_experts(activated, down, where.starts, gemms[1], static.dtype)
-    y = combine_rows(down_rows, where, residual)
+    y = _combine(down_rows, where, residual, static.tensor)
     return (y, (up_amaxes, down_amaxes)), (row_weights, hidden, up_kept, down_kept)
 
 
@@ -180,8 +190,8 @@ def _forward(
 def _backward(static: _Static, residuals: tuple, cotangents: tuple):
     x, where, row_weights, hidden, up_kept, down_kept, likes, up_like, down_like, (up_gemm, down_gemm) = residuals
     dy, _ = cotangents
-    activation, starts = static.activation, where.starts
-    dy_rows = _gradient_rows(dy, where, down_like, down_gemm)
+    activation, starts, tensor = static.activation, where.starts, static.tensor
+    dy_rows = _gradient_rows(dy, where, down_like, down_gemm, tensor)
     dactivated = backward_dgrad(dy_rows, down_kept, starts, down_gemm, static.dtype)
     measure = partial(activation_backward_amax, dactivated, hidden, activation, row_weights)
     hidden_cast = up_gemm.cast(OUTPUT_GRADIENT, measure)
@@ -194,37 +204,49 @@ def _backward(static: _Static, residuals: tuple, cotangents: tuple):
     )
     dweights = choices_of_rows(row_weights_gradient(dactivated, hidden, activation), where)
     down_kept = replace(down_kept, x_transposed=activated)
-    up_kept = up_kept.with_input(partial(_rows_again, where), x, after=dactivated)
+    up_kept = up_kept.with_input(partial(_rows_again, where, tensor), x, after=dactivated)
     drows = backward_dgrad(dhidden, up_kept, starts, up_gemm, static.dtype)
     ddown = backward_wgrad(dy_rows, down_kept, down_like, starts, down_gemm, static.down_widths)
     dup = backward_wgrad(dhidden, up_kept, up_like, starts, up_gemm, static.up_widths)
     recorded = up_kept.record(dhidden, up_gemm), down_kept.record(dy_rows, down_gemm)
-    of_residual = None if likes[2] is None else dy
-    dx, dweights, dresidual = ParamInfo.place_all(likes, (combine_rows(drows, where), dweights, of_residual))
+    sums = [reduce_rows(of_tokens, tensor) for of_tokens in (combine_rows(drows, where), dweights)]
+    dx, dweights, dresidual = ParamInfo.place_all(likes, (*sums, None if likes[2] is None else dy))
     return dx, dweights, None, dup, ddown, recorded, dresidual
 
 
 _expert_mlp.defvjp(_forward, _backward)
 
 
+def _combine(
+    rows: jax.Array, where: ExpertRows, residual: jax.Array | None, tensor: TensorParallel | None
+) -> jax.Array:
+    """The sum of each token's rows, over the devices of `tensor` too, and the residual."""
+    if tensor is None:
+        return combine_rows(rows, where, residual)
+    y: PyTree = leave(combine_rows(rows, where), tensor)
+    return y if residual is None else y + residual
+
+
 # ---- rows in FP8 -----------------------------------------------------------------------------------------------------
 
 
-def _input_rows(x: jax.Array, where: ExpertRows, gemm: Fp8Gemm, keep: bool) -> GemmInput:
+def _input_rows(x: jax.Array, where: ExpertRows, gemm: Fp8Gemm, tensor: TensorParallel | None, keep: bool) -> GemmInput:
     """The rows of tokens in groups, in FP8. With one scale a tensor the tokens are cast, and then copied. With scales
     by tile their rows are cast: tiles of the transpose lie along a group.
     """
     if _is_by_tile(x, INPUT, gemm):
-        return quantize_input(take_rows(x, where), gemm, keep)
-    tokens = quantize_input(tokens_with_rows(x, where), gemm, keep=False)
+        return quantize_input(take_rows(gather_rows(x, tensor), where), gemm, keep)
+    tokens = quantize_input(_with_rows(x, where, tensor), gemm, keep=False).gathered(tensor, keep=False)
     return replace(tokens, pair=_rows_of(tokens.pair, where, keep))
 
 
-def _gradient_rows(dy: jax.Array, where: ExpertRows, like: LinearParameters, gemm: Fp8Gemm) -> Fp8Pair:
+def _gradient_rows(
+    dy: jax.Array, where: ExpertRows, like: LinearParameters, gemm: Fp8Gemm, tensor: TensorParallel | None
+) -> Fp8Pair:
     """The same of the output gradient (tokens, features), in both orientations."""
     if _is_by_tile(dy, OUTPUT_GRADIENT, gemm):
-        return quantize_gradient(take_rows(dy, where), like, gemm)[0]
-    tokens, _ = quantize_gradient(tokens_with_rows(dy, where), like, gemm, keep=False)
+        return quantize_gradient(take_rows(gather_rows(dy, tensor), where), like, gemm)[0]
+    tokens, _ = quantize_gradient(_with_rows(dy, where, tensor), like, gemm, tensor, keep=False)
     return _rows_of(tokens, where, keep=True)
 
 
@@ -233,11 +255,16 @@ def _is_by_tile(tokens: jax.Array, tensor: int, gemm: Fp8Gemm) -> bool:
     return gemm.cast(tensor, partial(amax, tokens)).rule.tile is not None
 
 
-def _rows_again(where: ExpertRows, x: jax.Array, cast: Cast) -> Fp8Pair:
+def _with_rows(own: jax.Array, where: ExpertRows, tensor: TensorParallel | None) -> jax.Array:
+    """This device's own tokens, with zeros for those that have no row."""
+    return tokens_with_rows(own, replace(where, rows=own_rows(where.rows, tensor)))
+
+
+def _rows_again(where: ExpertRows, tensor: TensorParallel | None, x: jax.Array, cast: Cast) -> Fp8Pair:
     """The rows of `_input_rows` in both orientations, by the cast that they had."""
     if cast.rule.tile is not None:
-        return quantize_transpose(take_rows(x, where), cast)
-    return _rows_of(quantize_rowwise(x, cast), where, keep=True)
+        return quantize_transpose(take_rows(gather_rows(x, tensor), where), cast)
+    return _rows_of(gather_pair(quantize_rowwise(x, cast), tensor, keep=False), where, keep=True)
 
 
 def _rows_of(tokens: Fp8Pair, where: ExpertRows, keep: bool) -> Fp8Pair:

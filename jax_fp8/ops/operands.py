@@ -111,4 +111,4 @@ def quantize_gradient(
     else:
         pair, sums = quantize_transpose(dy, cast), None
     observe_gradient(lambda *rows: rows, as_tuple(dy), pair, gemm)
-    return gather_pair(pair, tensor), sums
+    return gather_pair(pair, tensor, keep), sums

@@ -6,11 +6,12 @@ from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.frozen import FrozenKernel
 from jax_fp8.core.types import PyTree
-from jax_fp8.kernels.explicit import whole_rows
+from jax_fp8.kernels.explicit import explicit_mesh, explicit_spec, whole_along, whole_rows
 from jax_fp8.kernels.quantize import Matrices, as_tuple
 
 
@@ -76,8 +77,16 @@ class ParamInfo:
 
 
 def as_one_matrix(kernel: jax.Array) -> jax.Array:
-    """Kernels of experts (..., experts, k, n) as (..., experts * k, n)."""
-    return kernel.reshape(*kernel.shape[:-3], -1, kernel.shape[-1])
+    """Kernels of experts (..., experts, k, n) as (..., experts * k, n).
+
+    On an Explicit mesh that splits their rows these are gathered: of several experts they are not beside each other.
+    """
+    shape, mesh = (*kernel.shape[:-3], -1, kernel.shape[-1]), explicit_mesh(kernel)
+    if mesh is None:
+        return kernel.reshape(shape)
+    kernel = whole_along(kernel, -2)
+    *stacked, experts, _, columns = explicit_spec(kernel)
+    return jnp.reshape(kernel, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*stacked, experts, columns)))
 
 
 def split_columns(x: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...]:

@@ -27,7 +27,7 @@ Padding goes to no expert: its choices are `experts`, one past the last, its wei
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -35,10 +35,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.checks import check_integer, check_number
-from jax_fp8.core.shards import parts_of_batch, sum_over_batch
+from jax_fp8.core.shards import TensorParallel, parts_of_batch, sum_over_batch
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.explicit import einsum
 from jax_fp8.kernels.vma import match_vma, vary, varying_axes
+from jax_fp8.ops.collectives import leave
 from jax_fp8.ops.parameters import ParamInfo
 
 ROUTER_SCOPE = "jax_fp8_router"
@@ -145,13 +146,17 @@ def route(
     rule: RouterRule,
     bias: jax.Array | None = None,
     is_token: jax.Array | None = None,
+    tensor: TensorParallel | None = None,
 ) -> Routing:
     """Send tokens `x` (tokens, features) to experts, by a kernel f32[features, experts].
 
     Args:
       bias: f32[experts], added to the scores where experts are chosen; None adds nothing.
       is_token: bool[tokens], False for padding; None: no padding.
+      tensor: with sequence parallelism these are this device's own tokens, and the losses are those of the tokens of
+        all devices of the axis.
     """
+    mean = partial(_mean, is_token=is_token, tensor=tensor if tensor is not None and tensor.sequence else None)
     experts = kernel.shape[1]
     rule.check(experts)
     logits = router_logits(*match_vma(x, kernel.astype(jnp.float32)))
@@ -168,15 +173,16 @@ def route(
         weights = weights / (total if is_token is None else jnp.where(is_token[:, None], total, 1))
     if rule.scale != 1:
         weights = weights * rule.scale
-    fractions = sum_over_batch(_mean(is_chosen, is_token) / rule.choices) / parts_of_batch()
+    fractions = sum_over_batch(mean(is_chosen) / rule.choices) / parts_of_batch()
     if bias is not None:
-        weights = _with_load(weights, bias, (fractions - jnp.mean(fractions)) / parts_of_batch())
+        shares_of_load = parts_of_batch() * (tensor.size if tensor is not None and tensor.sequence else 1)
+        weights = _with_load(weights, bias, (fractions - jnp.mean(fractions)) / shares_of_load)
     shares = scores
     if rule.scores == "sigmoid":
         shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + LEAST_TOTAL)
-    balance_loss = experts * jnp.sum(fractions * _mean(shares, is_token))
-    z_loss = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), is_token)
-    entropy = sum_over_batch(_mean(_entropy(lax.stop_gradient(shares)), is_token)) / parts_of_batch()
+    balance_loss = experts * jnp.sum(fractions * mean(shares))
+    z_loss = mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+    entropy = sum_over_batch(mean(_entropy(lax.stop_gradient(shares)))) / parts_of_batch()
     return Routing(chosen, weights, fractions, balance_loss, z_loss, entropy)
 
 
@@ -219,17 +225,19 @@ def _with_load_backward(kept: tuple[jax.Array, ParamInfo], dweights: jax.Array):
 _with_load.defvjp(_with_load_forward, _with_load_backward)
 
 
-def _mean(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
-    """The mean over tokens of (tokens, ...), or of the sum over choices of (tokens, choices, ...).
+def _mean(x: jax.Array, is_token: jax.Array | None, tensor: TensorParallel | None) -> jax.Array:
+    """The mean over tokens of (tokens, ...), or of the sum over choices of (tokens, choices, ...); with `tensor` over
+    the tokens of all of its devices, of which each has a part of the gradient.
 
-    With padding it is this device's sum over its tokens, divided by the mean number of tokens of a device.
+    With padding it is the sum over these tokens, divided by the mean number of tokens of a part of the batch.
     """
     x = jnp.sum(x, axis=1, dtype=jnp.float32) if x.ndim == 3 else x
+    total = (lambda x: x) if tensor is None else partial(leave, tensor=replace(tensor, sequence=False))
     if is_token is None:
-        return jnp.mean(x, axis=0)
-    tokens = sum_over_batch(jnp.sum(is_token, dtype=jnp.float32)) / parts_of_batch()
+        return total(jnp.mean(x, axis=0) / (1 if tensor is None else tensor.size))
+    tokens = sum_over_batch(total(jnp.sum(is_token, dtype=jnp.float32))) / parts_of_batch()
     of_tokens = jnp.where(lax.expand_dims(is_token, range(1, x.ndim)), x, 0)
-    return jnp.sum(of_tokens, axis=0) / jnp.where(tokens > 0, tokens, 1)
+    return total(jnp.sum(of_tokens, axis=0)) / jnp.where(tokens > 0, tokens, 1)
 
 
 @jax.custom_vjp

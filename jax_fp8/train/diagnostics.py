@@ -54,7 +54,7 @@ class ObservedGemm:
 
     @classmethod
     def from_params(cls, path: LayerPath, recipe: Recipe, params: Mapping) -> "ObservedGemm":
-        return cls(path, recipe, kernels_of(path, params)[0].shape[:-2])
+        return cls(path, recipe, jax.eval_shape(functools.partial(kernels_of, path), params)[0].shape[:-2])
 
     @property
     def measurement(self) -> Measurement:

@@ -36,9 +36,11 @@ RECIPES = {"delayed": fp8.DelayedScaling(), "current": fp8.CurrentScaling(), "bl
 COLLECTIVES = {"AllReduce", "AsyncStart", "AsyncDone"}
 
 
-def compiled(name, microbatches=1, cached=False, padded=False, config=CONFIG, **axes) -> h200.Program:
+def compiled(name, microbatches=1, cached=False, padded=False, config=CONFIG, sequence=False, **axes) -> h200.Program:
     axes = {axis: size for axis, size in axes.items() if size > 1}
-    recipe, options = RECIPES[name], {"parallel": h200.mesh(**axes)} if axes else {}
+    recipe, options = RECIPES[name], {}
+    if axes:
+        options["parallel"] = fp8.Parallelism(h200.mesh(**axes), sequence_parallel=sequence)
     model, tokens = fp8.GPT(config, recipe=recipe), jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
 
     def init(key, x):
@@ -228,6 +230,32 @@ def test_rows_travel_and_kernels_of_experts_stay(name, axes, wanted, monkeypatch
     assert gradients_of_experts(program) == [axes[axis] for axis in ("data",) if axis in axes]
     if name != "none":
         assert program.custom_calls[TARGET] == 4 and unquantized(program) == []
+
+
+IN_FP8_GATHERED = {"f8e4m3fn": 2, "f8e5m2": 2}  # of attention and of experts: inputs, and output gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence", "axes"),
+    [
+        ("delayed", True, {"tensor": 2}),
+        ("delayed", True, {"expert": 2, "tensor": 2}),
+        pytest.param("delayed", False, {"tensor": 4}, marks=pytest.mark.slow),
+        ("block", False, {"tensor": 2}),
+    ],
+)
+def test_tensor_splits_each_expert(name, sequence, axes, monkeypatch, with_kernels):
+    """With sequence parallelism tokens are gathered in FP8, and what the router says of them as it is."""
+    h200.use_cudnn(monkeypatch)
+    program = compiled(name, config=EIGHT, sequence=sequence, **axes)
+    assert program.custom_calls[TARGET] == 4 and unquantized(program) == []
+    gathered = Counter(
+        dtype for each in program.report.collectives if each.kind == "all-gather" for dtype in each.dtypes
+    )
+    assert {dtype: gathered[dtype] for dtype in IN_FP8_GATHERED if gathered[dtype]} == (
+        IN_FP8_GATHERED if sequence else {}
+    )
+    assert gradients_of_experts(program) == []
 
 
 def zeros_that_wait(program) -> int:

@@ -251,18 +251,10 @@ def test_on_an_explicit_mesh_a_device_multiplies_its_own_rows(with_kernels):
 
 def test_refusals():
     tokens, tx = TOKENS, optax.sgd(0.1)
-    for mesh, options, sentence in (
-        (
-            {"data": 2, "tensor": 2},
-            {},
-            "layer_0/mlp: a mixture of experts is split by whole experts alone, got tensor=2",
-        ),
-        ({"pipe": 2}, {"microbatches": 2}, "pipelines and .* without the losses of routers, .* num_experts=4"),
-    ):
-        model = gpt(DELAYED, layers=2)
-        step = fp8.make_train_step(fp8.next_token_loss(model), tx, DELAYED, parallel=make_mesh(**mesh), **options)
-        with pytest.raises(ValueError, match=sentence):
-            step(step.init_state(model.init, jax.random.key(0), tokens[:, :-1]), tokens)
+    model = gpt(DELAYED, layers=2)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, DELAYED, microbatches=2, parallel=make_mesh(pipe=2))
+    with pytest.raises(ValueError, match=r"pipelines and .* without the losses of routers, .* num_experts=4"):
+        step(step.init_state(model.init, jax.random.key(0), tokens[:, :-1]), tokens)
     model = gpt(DELAYED, layers=2, remat="offload:1")
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens[:, :-1])
     with pytest.raises(ValueError, match="without the losses of routers"):

@@ -73,7 +73,7 @@ def expert_fractions(name, layers, tokens):
     return np.stack([seen[f"layer_{i}"]["mlp"]["expert_fractions"][0] for i in range(layers)])
 
 
-OPTIONS = {}, {"microbatches": 2}, {"mesh": {"data": 2}}, {"remat": "full"}
+OPTIONS = {}, {"microbatches": 2}, {"mesh": {"data": 2}}, {"mesh": {"fsdp": 2}}, {"remat": "full"}
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def collectives_of(instructions: Sequence[Instruction]) -> tuple[Collective, ...
         launches, products = _overlap(computations, asynchronous.get(instruction.computation, instruction))
         for in_branch, count in ((False, always[instruction]), (True, times - always[instruction])):
             if count:
-                kind, arrays, devices = instruction.collective, _arrays(instruction), instruction.devices or 1
+                kind, arrays, devices = instruction.collective, counted_arrays(instruction), instruction.devices or 1
                 collectives.append(Collective(kind, arrays, devices, count, launches, products, in_branch))
     return tuple(collectives)
 
@@ -113,7 +113,7 @@ def _wrapped(start: Instruction) -> tuple[str, ...]:
     return start.calls if start.opcode in ("async-start", "call-start", "fusion-start") else ()
 
 
-def _arrays(instruction: Instruction) -> tuple[Array, ...]:
+def counted_arrays(instruction: Instruction) -> tuple[Array, ...]:
     """The arrays by which a collective is counted. An all-gather's start lists its operands among its results, in front
     of the gathered arrays.
     """

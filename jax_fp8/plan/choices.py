@@ -78,10 +78,13 @@ class Choices:
         layers_in(self.recipe, self.fast)
         check_integer("microbatches", self.microbatches_of_step)
         check_integer("batch", self.sequences)
-        if self.config.num_experts:
-            raise ValueError(f"plan needs a model without experts, got --preset {self.preset}; choose another preset")
-        if self.axes.get(EXPERT, 1) > 1:
-            raise ValueError(f"plan needs a mesh without the axis {EXPERT}, got --mesh {self.mesh}; name it data")
+        if self.axes.get(EXPERT, 1) > 1 and not self.config.num_experts:
+            raise ValueError(
+                f"the axis {EXPERT} is for a model with experts, got --mesh {self.mesh} and --preset {self.preset}; "
+                "name it data"
+            )
+        if self.lora and self.config.num_experts:
+            raise ValueError(f"--lora plans models without experts, got --preset {self.preset}; leave it out")
         if self.recompute and self.remat != "none":
             raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; give one of them")
         if self.fp8_attention and self.recipe != "delayed":

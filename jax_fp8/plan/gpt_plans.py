@@ -16,10 +16,11 @@ from jax_fp8.kernels.activation_functions import is_gated
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.models.remat import Remat
-from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh
+from jax_fp8.parallel.mesh import DATA, EXPERT, FSDP, PIPE, TENSOR, Parallelism, describe_mesh
 from jax_fp8.plan.arithmetic import host_bytes_of, host_seconds_of, memory_of, operations_of
 from jax_fp8.plan.choices import Choices, init_of, model_of, optimizer_of
 from jax_fp8.plan.described import GPUS, load_cudnn
+from jax_fp8.plan.experts import filled_rows, idle_params
 from jax_fp8.plan.rates import Rates, RateTable, rates_of
 from jax_fp8.plan.setting import Setting
 from jax_fp8.plan.shape import Shape
@@ -51,7 +52,7 @@ def plan_preset(suggest: bool = False, devices: int | None = None, tries: int = 
     get_ready()
     plan = plan_of(choices, rates)
     print(plan)
-    if not plan.fits:
+    if not plan.fits and not choices.config.num_experts:
         print("\n".join(_advice(setting_of(choices), plan.peak, plan.usable)))
     return 0 if plan.fits else 1
 
@@ -60,6 +61,8 @@ def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rat
     """Compile for the most promising meshes of this number of GPUs, and print them, the fastest first."""
     if devices is None or choices.batch is None:
         raise ValueError("--suggest needs a number of GPUs and a batch for all of them; add --devices 64 --batch 512")
+    if choices.config.num_experts:
+        raise ValueError(f"--suggest plans models without experts, got --preset {choices.preset}; give --mesh")
     if choices.lora:
         raise ValueError(f"--suggest plans whole models, got --lora {choices.lora}; leave it out, and give --mesh")
     if choices.mesh != Choices.mesh or choices.sequence_parallel or choices.schedule or choices.chunks:
@@ -208,7 +211,8 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     state = step.state_shapes(init_of(local, choices.axes.get(TENSOR, 1) > 1), jax.random.key(0), tokens)
     plain = jax.eval_shape(local.clone(lora=None).init, jax.random.key(0), tokens)["params"]
     num_params = sum(leaf.size for leaf in jax.tree.leaves(plain))
-    flops = tokens.size * 6 * (num_params + config.num_layers * shape_of(config).query_width * length)
+    used = num_params - (idle_params(config) if config.num_experts else 0)  # by each token
+    flops = tokens.size * 6 * (used + config.num_layers * shape_of(config).query_width * length)
     if choices.lora:
         flops = tokens.size * operations_of_a_token(config, is_frozen=True)
     size = f"{sequences} x {length} tokens in {microbatches} microbatches, {parallel.mesh.size} {choices.gpu}"
@@ -220,6 +224,11 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
         flush=True,
     )
     batch = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
+    planned = step, parallel, state, batch, microbatches, choices.gpu, flops
+    if config.num_experts:
+        own_tokens = tokens.size // parallel.batch_parts // microbatches
+        filled = filled_rows(config, own_tokens, choices.axes.get(EXPERT, 1))
+        return plan_step(*planned, about=None, rates=rates, filled=filled)
     setting = setting_of(choices)
     host = HostCopies(host_bytes_of(setting), host_seconds_of(setting, rates))
-    return plan_step(step, parallel, state, batch, microbatches, choices.gpu, flops, memory_of(setting), rates, host)
+    return plan_step(*planned, memory_of(setting), rates, host)

@@ -53,7 +53,7 @@ class Plan:
       memory: bytes of the GPU.
       devices, tokens: how many a step has.
       model_flops: operations of the model's products in a step, forward and backward.
-      about: the parts of the scratch, by arithmetic. Not all of them exist at the same time.
+      about: the parts of the scratch, by arithmetic. Not all of them exist at the same time. None: not computed.
       workspace: bytes of the largest workspace of a kernel of a library, in the scratch.
       pipeline: the timing of the stages; None without `pipe`.
       host: the copies of offloaded residuals.
@@ -70,7 +70,7 @@ class Plan:
     devices: int
     tokens: int
     model_flops: float
-    about: Memory
+    about: Memory | None
     workspace: int
     pipeline: PipelineTime | None = None
     host: HostCopies = HostCopies()
@@ -130,9 +130,10 @@ class Plan:
         yield from (("batch", self.batch), ("scratch", self.report.temp_bytes))
         if self.pipeline is not None:
             yield "  slots of the stages", self.pipeline.slot_bytes
-        yield from (("  activations, about", self.about.activations), ("  weights, about", self.about.weights))
-        gradients = max(self.about.sums, self.about.gradients)
-        yield from (("  gradients, about", gradients), ("  workspace", self.workspace))
+        if self.about is not None:
+            yield from (("  activations, about", self.about.activations), ("  weights, about", self.about.weights))
+            yield "  gradients, about", max(self.about.sums, self.about.gradients)
+        yield "  workspace", self.workspace
 
     def _bubble(self) -> Iterator[tuple[str, str]]:
         if self.pipeline is not None:
@@ -161,9 +162,10 @@ def plan_step(
     microbatches: int,
     gpu: str,
     model_flops: float,
-    about: Memory,
+    about: Memory | None,
     rates: Rates,
     host: HostCopies = HostCopies(),
+    filled: float = 1.0,
 ) -> Plan:
     """The plan of a step.
 
@@ -172,9 +174,10 @@ def plan_step(
       state: from `step.state_shapes`.
       batch: `jax.ShapeDtypeStruct`s of the whole batch, of all devices; tokens are (sequences, seq + 1).
       model_flops: operations of the model's products in a step.
-      about: the memory of the step, by arithmetic.
+      about: the memory of the step, by arithmetic, or None.
       rates: the GPU's.
       host: the copies of offloaded residuals, by arithmetic.
+      filled: as in `estimate`.
     """
     parallel.check_rows(batch, microbatches)
     split = NamedSharding(parallel.mesh, parallel.batch_spec)
@@ -192,7 +195,7 @@ def plan_step(
         *parts,
         batch=_own_bytes(batch),
         report=report,
-        time=estimate(instructions, rates, longest if pipeline is None else pipeline.taken),
+        time=estimate(instructions, rates, longest if pipeline is None else pipeline.taken, filled=filled),
         rates=rates,
         memory=GPUS[gpu],
         devices=parallel.mesh.size,

@@ -15,12 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jax_fp8.inspect.collectives import ring_bytes
+from jax_fp8.inspect.collectives import counted_arrays, ring_bytes
 from jax_fp8.inspect.groups import on_hosts
 from jax_fp8.inspect.hlo import BRANCHES, CALLS, FUSIONS, Array, Instruction, by_computation
 from jax_fp8.plan.described import HOST
 from jax_fp8.plan.rates import Rates, fp8_rate, rate_at
 
+# The rate of a GEMM of groups of rows, as a share of that of one GEMM of all rows, as measured on an H200.
+GROUPED = {"jax_fp8_grouped_gemm": 0.97, "jax_fp8_grouped_gemm_weight_gradient": 0.86}
 BF16_PRODUCTS = ("__cublas$", "jax_fp8_weight_gradient")
 READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
 
@@ -61,7 +63,9 @@ def longest(conditional: Instruction) -> None:
     """The default of `taken`: nothing is known about any conditional, so its longest branch counts."""
 
 
-def estimate(instructions: Sequence[Instruction], rates: Rates, taken: Taken = longest, host: int = HOST) -> StepTime:
+def estimate(
+    instructions: Sequence[Instruction], rates: Rates, taken: Taken = longest, host: int = HOST, filled: float = 1.0
+) -> StepTime:
     """The time of a scheduled module. A loop of unknown length runs once.
 
     Args:
@@ -71,8 +75,9 @@ def estimate(instructions: Sequence[Instruction], rates: Rates, taken: Taken = l
         these numbers count: a conditional takes the mean of its branches, weighted by them. With None, the branch that
         takes longest runs every time.
       host: the number of GPUs of one host; devices are numbered host by host.
+      filled: the share of their rows that grouped GEMMs multiply.
     """
-    program = _Program(by_computation(instructions), rates, taken, host)
+    program = _Program(by_computation(instructions), rates, taken, host, filled)
     streams = _Streams(program)
     streams.run(next(instruction.computation for instruction in instructions if instruction.in_entry))
     total = streams.totals
@@ -92,12 +97,20 @@ def branch_seconds(
 class _Program:
     """A module and the times of its parts: kernels, collectives, and the branches of its conditionals."""
 
-    def __init__(self, computations: Mapping[str, list[Instruction]], rates: Rates, taken: Taken, host: int):
+    def __init__(
+        self,
+        computations: Mapping[str, list[Instruction]],
+        rates: Rates,
+        taken: Taken,
+        host: int,
+        filled: float = 1.0,
+    ):
         self.computations, self.rates, self._taken, self._host = computations, rates, taken, host
+        self._filled = filled
         self.length = functools.cache(self.length)
 
     def seconds(self, kernel: Instruction) -> float:
-        return seconds_of(kernel, self.computations, self.rates) + self.rates.launch
+        return seconds_of(kernel, self.computations, self.rates, self._filled) + self.rates.launch
 
     def sending(self, collective: Instruction) -> tuple[float, int, int]:
         """The seconds of a collective, the bytes that a device sends, and the same bytes if it joins several hosts,
@@ -214,13 +227,20 @@ class _Streams:
             self.totals[name] += times * total
 
 
-def seconds_of(instruction: Instruction, computations: Mapping[str, list[Instruction]], rates: Rates) -> float:
-    """The seconds of one kernel: those of its operations or of its bytes, whichever are more."""
+def seconds_of(
+    instruction: Instruction, computations: Mapping[str, list[Instruction]], rates: Rates, filled: float = 1.0
+) -> float:
+    """The seconds of one kernel: those of its operations or of its bytes, whichever are more; `filled` as in
+    `estimate`.
+    """
     moved = _bytes_of(instruction, computations) / rates.memory
     target = instruction.target
     if target == "jax_fp8_gemm":  # the operands are a (m, k) and b (n, k); m and n of the result may be fewer rows
         (m, n), k = instruction.results[0].shape, instruction.operands[0].shape[1]
         return max(moved, 2 * m * n * k / fp8_rate(rates, instruction.accumulation, 2 * m * n * k))
+    if target in GROUPED:
+        operations = filled * _grouped_operations(instruction)
+        return max(moved, operations / (GROUPED[target] * fp8_rate(rates, instruction.accumulation, operations)))
     if target.startswith(BF16_PRODUCTS) or instruction.opcode == "dot":
         sizes = [math.prod(array.shape) for array in (*instruction.operands[:2], instruction.results[0])]
         operations = 2 * math.sqrt(math.prod(sizes))  # the sizes are m k, k n and m n, whatever the layouts
@@ -230,6 +250,14 @@ def seconds_of(instruction: Instruction, computations: Mapping[str, list[Instruc
         tokens = instruction.operands[1].shape[1]
         return max(moved, _attention_operations(instruction) / rate_at(curve, tokens))
     return moved
+
+
+def _grouped_operations(instruction: Instruction) -> int:
+    """Operations of a grouped GEMM if all rows are multiplied. Its first operand is (rows, k) and its result (rows, n);
+    of a weight gradient they are (k, rows) and (experts, k, n).
+    """
+    first, result = instruction.operands[0].shape, instruction.results[0].shape
+    return 2 * math.prod(first) * result[-1]
 
 
 def _attention_operations(instruction: Instruction) -> float:
@@ -271,6 +299,4 @@ def _total(arrays: Iterable[Array]) -> int:
 
 
 def _wire_bytes(instruction: Instruction) -> int:
-    kind, operands = instruction.collective, instruction.operands
-    arrays = instruction.results[-len(operands) :] if kind == "all-gather" else operands
-    return ring_bytes(kind, _total(arrays), instruction.devices or 1)
+    return ring_bytes(instruction.collective, _total(counted_arrays(instruction)), instruction.devices or 1)

@@ -251,6 +251,15 @@ REFUSED = {
     ),
     "heads": (["--fp8-attention"], "--preset tiny: FP8 attention needs a head_dim of 128"),
     "rates": (["--rates", "no/such.json"], "rates must be a file that `python -m jax_fp8 tune --rates` wrote"),
+    "experts": (
+        ["--preset", "tiny-moe", "--suggest", "--devices", "8", "--batch", "8"],
+        "--suggest plans models without experts, got --preset tiny-moe; give --mesh",
+    ),
+    "an axis of experts": (
+        ["--mesh", "expert=2"],
+        "the axis expert is for a model with experts, got --mesh expert=2 and",
+    ),
+    "adapters of experts": (["--preset", "tiny-moe", "--lora", "8"], "--lora plans models without experts, got --pre"),
     "hosts": (["--between-hosts", "0"], "--between-hosts must be GB/s above 0, got 0.0"),
 }
 

@@ -245,7 +245,7 @@ def test_layers_stacked_by_scan(name):
         for found, exact in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_unrolled), strict=True):
             assert relative_error(found, exact) < 0.02
     else:
-        staged = state["layers"]["LayerNormMoE_0"]["+gate+up"]["amax_history"][..., 0]
+        staged = state["layers"]["LayerNormMoE_0"]["+down"]["amax_history"][..., 0]
         assert staged.shape == (2, 3) and (np.asarray(staged) > 0).all()
         assert (np.asarray(staged)[0] != np.asarray(staged)[1]).all()
 

@@ -100,6 +100,31 @@ def test_a_gradient_and_what_it_makes_beside_have_each_their_cast(activation, ca
     assert activated.scale.shape == ((32, 3) if casts[1] is BY_TILE else ())
 
 
+@pytest.mark.parametrize("casts", [(CAST, ACTIVATED_CAST), (BY_TILE, BY_TILE)], ids=["one scale", "by tile"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_weights_of_rows(activation, casts):
+    """The bits of the separate operations, also of a gradient. Negative control: of other weights."""
+    (dy, x), weights = arguments(activation), jnp.linspace(0.1, 2, 48, dtype=jnp.float32)
+
+    @jax.jit
+    def all_of(dy, x, weights):
+        forward = activation_quantize(x, activation, casts[1], weights)
+        backward = activation_backward_quantize(dy, x, activation, *casts, weights)
+        amaxes = activation_amax(x, activation, weights), activation_backward_amax(dy, x, activation, weights)
+        return forward, *backward, *amaxes
+
+    def apart(weights):
+        y = jax.jit(lambda x: activate(x, activation, weights))(x)
+        dx = jax.jit(lambda dy, x: activate_backward(dy, x, activation, weights))(dy, x)
+        forward, (backward, sums) = cast_of(y, casts[1])[0], cast_of(dx, casts[0])
+        return forward, backward, sums, forward.columnwise, forward.amax, backward.amax
+
+    found = all_of(dy, x, weights)
+    assert_same_results(found, apart(weights))
+    with pytest.raises(AssertionError):
+        assert_same_results(found, apart(weights[::-1]))
+
+
 def test_not_rounding_in_between_would_be_noticed():
     """Negative control: what a compiler does that takes the casts to bfloat16 and back for superfluous."""
     _, x = arguments("silu", (64, 64))
@@ -243,6 +268,10 @@ X = jnp.ones((4, 6), jnp.bfloat16)
         (lambda: activation_quantize(X, "gelu", CAST, orientations="x"), "orientations must be one of .*, got 'x'"),
         (lambda: activation_quantize(X, "gelu", Cast.with_scale(jnp.float16, 1)), "dtype must be E4M3 or E5M2"),
         (lambda: activation_quantize(X[0], "gelu", CAST), r"needs x of shape \(m, n\), got \(6,\); flatten"),
+        (
+            lambda: activation_quantize(X, "gelu", CAST, jnp.ones(3)),
+            r"activation_quantize needs a weight of each row, float32\(4,\), got float32\(3,\); reshape or cast them",
+        ),
         (lambda: activation_quantize(X[:, 1:], "reglu", CAST), r"of shape \(m, 2n\), gate and linear, got \(4, 5\)"),
         (lambda: activation_amax(X.astype(jnp.int8), "gelu"), "needs float32, bfloat16 or float16, got int8; cast"),
         (
